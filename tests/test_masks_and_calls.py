@@ -115,7 +115,7 @@ def test_calls_give_what_the_text_alone_gives(mechanism, data):
 @examples(10)
 @given(data=st.data())
 def test_packed_texts_give_what_each_alone_gives(mechanism, data):
-    talk = data.draw(draw_packed_talks(mechanism), "talk")
+    talk = data.draw(draw_packed_talks(), "talk")
     engine = data.draw(st.sampled_from(ENGINES), "engine")
     hold_in_turn("llama", mechanism, engine, [talk], torch.float32, 1e-3)
 

@@ -111,6 +111,8 @@ class Places:
         if self.real is None:
             return [0] * self.batch, [stop] * self.batch
         there = self.real[:, self.dropped :]
+        if not there.numel():  # no rows, or rows without keys
+            return [0] * self.batch, [0] * self.batch
         counts, starts = there.sum(1), there.int().argmax(1)
         ends = there.shape[1] - there.flip(1).int().argmax(1)
         if bool((ends - starts != counts).logical_and(counts > 0).any()):
@@ -127,7 +129,7 @@ class Places:
             stop: Counted from the beginning of the rows, dropped tokens included.
             count: Real tokens.
         """
-        if not stop or self.real is None:
+        if not stop or self.real is None or not len(self.real):
             return min(stop, count)
         numbers = self.numbers[:, :stop]
         last = (numbers >= (numbers.amax(1, keepdim=True) + 1 - count).clamp_min(0)).int()

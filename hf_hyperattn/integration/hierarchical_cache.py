@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..mechanisms.hsa.layer import HsaLayer
 from ..mechanisms.selection.cache import Keep, KeepWindows, LayerCache
 from ..mechanisms.sparse.evicted import reaches_of
 from ..mechanisms.sparse.layer import SparseLayer
 from ..readable import is_recorded
 from .checkpoint_config import inner, patched_hosts
+from .forgotten import ForgottenTokens
 from .hosts import host_facts
 
 logger = logging.getLogger("hf_hyperattn")
@@ -25,8 +25,8 @@ class HierarchicalLayer(DynamicLayer):
     """The cache of one layer, as Transformers calls it; attention finds its `LayerCache` by what `update` returns.
 
     Args:
-        keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
-            returns are placeholders, NaN, of the length that masks are made for.
+        keep: what to keep; None: everything. If something may be forgotten, `update` returns `ForgottenTokens` of the
+            length that masks are made for.
     """
 
     def __init__(self, keep: Keep = None):
@@ -55,9 +55,10 @@ class HierarchicalLayer(DynamicLayer):
         return self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        shown = self.store.show()
-        self.keys, self.values = shown
-        return shown
+        self.keys, self.values = self.store.show()
+        if self.keep is not None:
+            self.keys, self.values = ForgottenTokens(self.keys), ForgottenTokens(self.values)
+        return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is 0 or negative, as in `DynamicCache`."""
@@ -153,7 +154,7 @@ def _keep(name: str, host) -> KeepWindows | tuple | str:
     hyper = inner(host.hyper)
     layers = hyper.layers()
     layer = layers[0]
-    if len(layers) != 1 or not isinstance(layer, HsaLayer | SparseLayer) or layer.mode != "replace":
+    if len(layers) != 1 or not layer.reads_forgotten or layer.mode != "replace":
         return f"runs {' and '.join(c.mechanism for c in hyper.mechanisms())}, mode={hyper.config.mode!r}"
     if isinstance(layer, SparseLayer):
         facts = host_facts(name, host, 0)

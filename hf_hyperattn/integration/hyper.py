@@ -44,6 +44,7 @@ from .call import (
     wants_weights,
 )
 from .first_call import WATCHED, note_reached
+from .forgotten import ForgottenTokens, open_forgotten
 from .hidden import HIDDEN, hidden_states_of_call
 from .hierarchy_context import CONTEXT, hierarchy_of_call
 from .stock import HYPER_DOT, STOCK, stock_forward
@@ -216,6 +217,8 @@ def attention_function(named=None) -> Callable:
             layers = named.of(module) if layers is None or compiling or says is not None else layers
         if layers is None:
             return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
+        if not compiling and ForgottenTokens in (type(key), type(value)):
+            key, value = open_forgotten(layers, key, value)
         (_, heads, n, _), m, mask, window = query.shape, key.shape[2], attention_mask, get("sliding_window")
         if not UNHONOURED.isdisjoint(keywords):
             refuse_keywords(module, mask, keywords)

@@ -68,8 +68,8 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
         mechanisms = ", ".join(sorted(children))
         raise ValueError(
             f"{where} lacks {len(missing)} of the {len(added)} added tensors that its record (config.hyperattn: "
-            f"{mechanisms}) asks for, such as {missing[0]!r}; export or merge it again with all tensors, {WAY_OUT} "
-            "start them at their initial values"
+            f"{mechanisms}) asks for, such as {missing[0]!r}; {suggest_class(model)}export or merge "
+            f"it again with all tensors, {WAY_OUT} start them at their initial values"
         )
     for name, shape, expected in sorted(loading_info.mismatched_keys):
         if name in added:
@@ -81,8 +81,9 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
     if unexpected and (strange := tensors_of_hosts(model, unexpected)):
         raise ValueError(
             f"{where} holds {len(strange)} added tensors, such as {strange[0]!r}, that no record in its config "
-            "(config.hyperattn) asks for; put back the keys hyperattn, hyperattn_stock and attn_implementation of the "
-            f"config.json that it was saved with, {WAY_OUT} leave them out"
+            f"(config.hyperattn) asks for; {suggest_class(model)}put back the keys hyperattn, "
+            f"hyperattn_stock and attn_implementation of the config.json that it was saved with, "
+            f"{WAY_OUT} leave them out"
         )
     if not added and any(map(marked, tree(model.config))) and not is_recorded(model.config):
         if not any(patched_hosts(model)):
@@ -91,6 +92,15 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
                 "(config.hyperattn); put back the key hyperattn of the config.json that it was saved with, or take "
                 "hyperattn_stock and attn_implementation out to load the model without the patch"
             )
+
+
+def suggest_class(model: PreTrainedModel) -> str:
+    """Return a way out, for errors, if a model was loaded as another class than the one it was saved as; else "".
+
+    Whether a prefix LM generates decides what `HsaConfig(tying=None)` means for its layers.
+    """
+    saved = getattr(model.config, "architectures", None) or [type(model).__name__]
+    return "" if type(model).__name__ in saved else f"load it as {saved[0]}, the class that was saved, or "
 
 
 def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:

@@ -207,6 +207,8 @@ class MechanismLayer(nn.Module):
     reads_hidden = False
     #: Whether the layer needs `HostCall.cache`. What a layer remembers of a conversation belongs to its cache.
     reads_cache = False
+    #: Whether the layer, as the only one and with mode="replace", reads what a cache that forgets tokens has kept.
+    reads_forgotten = False
     #: Whether `refuse_pruned` is called: of the hosts whose layers do, the first one needs `HostCall.cache`.
     counts_keys = False
 

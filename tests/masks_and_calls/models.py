@@ -54,6 +54,10 @@ MECHANISMS = {
 SPARSE = frozenset(name for name, configs in MECHANISMS.items() if isinstance(configs[0], ha.SparseConfig))
 #: Sparse rules that know rows of one whole text.
 ONE_TEXT = SPARSE - {"exact", "window"}
+#: Sparse rules that select by queries of earlier calls.
+EARLIER = frozenset(["vertical and slash"]) | {
+    name for name in ONE_TEXT if "the chunk before" in name or "bounds" in name
+}
 #: Mechanisms whose results depend on where keys stand in their row.
 COUNTING = frozenset(["hype", "hsa", "hsa, refined", "trilinear", "hype and hsa"]) | SPARSE - {"exact"}
 #: Mechanisms that choose keys by their scores, so that rounding may decide.
@@ -64,8 +68,6 @@ TURNING = frozenset(
     # Bounds of pages are of single channels.
     + ["rules by head", "pages", "pages by the chunk before", "nested windows, bounds"]
 )
-#: Mechanisms whose windows count slots, padding among them, as a model's own sliding window does.
-SLOTS = frozenset(["trilinear"])
 ENGINES = ("auto", "reference", "blockwise", "cpu")
 NO_KERNEL = frozenset(["talking heads", "cone and talking heads", "trilinear", "trilinear, no windows"])
 #: For each kind of call the mechanisms that may refuse it, and what their sentence says. Nothing else is refused.
@@ -74,6 +76,7 @@ REFUSALS = {
     "sliding window": (frozenset(["vertical and slash"]), "whose cache drops the columns that it measures"),
     "packed": (ONE_TEXT, "its rules know rows of one whole text"),
     "packed, with a cache": (COUNTING, "allowed:"),
+    "padding by itself": (EARLIER, "which are not known"),
     "forgotten, padding inside": (frozenset(["hsa"]), "HierarchicalCache(evict=True)"),
     "pruned": (COUNTING, "counts the keys of the cache, and position_ids="),
 }
@@ -178,11 +181,10 @@ class Talk:
 
 
 @st.composite
-def draw_packed_talks(draw, mechanism: str) -> Talk:
+def draw_packed_talks(draw) -> Talk:
     """Draw several texts in a row, in one call or in several."""
     length = draw(st.integers(2, 12))
-    padded = mechanism not in SLOTS
-    rows = tuple(draw_packed(draw, length, padded) for _ in range(draw(st.integers(1, 2))))
+    rows = tuple(draw_packed(draw, length) for _ in range(draw(st.integers(1, 2))))
     cache = draw(st.sampled_from((None, None, "dynamic", "static", "hierarchical")))
     sizes = draw_sizes(draw, length) if cache else (length,)
     by_places = cache is None and all(bool(row.real.all()) for row in rows)
@@ -195,7 +197,7 @@ def draw_packed_talks(draw, mechanism: str) -> Talk:
 def draw_talks(draw, host: str, mechanism: str) -> Talk:
     length = draw(st.integers(7, 14) | st.integers(1, 14))
     # A window of slots would change what the model itself means where padding stands inside a row.
-    counts_slots = host != "llama" or mechanism in SLOTS
+    counts_slots = host != "llama"
     kinds = [draw_whole, draw_left if counts_slots else draw_padded]
     kind = draw(st.sampled_from(kinds))
     rows = tuple(kind(draw, length) for _ in range(draw(st.integers(1, 3))))
@@ -260,11 +262,19 @@ def has_padding_inside(talk: Talk) -> bool:
     return any(talk.chosen) or not all(is_whole(row) and row.texts[-1] >= 0 for row in talk.rows)
 
 
+def has_padding_by_itself(talk: Talk) -> bool:
+    """Whether all queries of a row are padding in some call, whose mask then says nothing of the row."""
+    parts = (row.real.split(talk.sizes) for row in talk.rows)
+    return not all(bool(part.any()) for row in parts for part in row)
+
+
 def kinds_of(host: str, engine: str, talk: Talk) -> set[str]:
     """Return the kinds of REFUSALS that a talk is of."""
     kinds = {engine} | ({"sliding window"} if host != "llama" else set())
     if max(max(row.texts) for row in talk.rows) > 0:
         kinds.add("packed, with a cache" if talk.cache else "packed")
+    if talk.cache and isinstance(talk.form, Form) and has_padding_by_itself(talk):
+        kinds.add("padding by itself")
     if talk.cache == "forgetful" and has_padding_inside(talk):
         kinds.add("forgotten, padding inside")
     return kinds

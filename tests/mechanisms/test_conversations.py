@@ -29,6 +29,7 @@ RULES = {
     "window": Window(5, 1),
 }
 SHARED = RULES["pages by the chunk before"]
+TOO_FAR = "cropped to more than 64 tokens before the most that it held, or was filled under .* allowed: query='own'"
 #: What a prompt of these shows of the queries in a chunk depends on how many are known, so that steps differ from it.
 BY_STEPS = Pages(6, 1, 4, 2, query="chunk", chunk=4)
 LENGTH = 29
@@ -163,8 +164,25 @@ def test_a_prompt_is_gone_back_to():
         cache.crop(-90)
     in_steps(model, texts[:1, 20:], [9] * 9, cache)
     cache.crop(-70)
-    with pytest.raises(ValueError, match="cropped by more than 64 tokens; allowed: query='own'"):
+    with pytest.raises(ValueError, match=TOO_FAR):
         logits(model, texts[:1, 31:32], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "hierarchical"])
+def test_crops_add_up(name):
+    """How far one can go back counts from the most tokens that there were, in one crop or in several."""
+    model, ids = sparse([SHARED], num_hidden_layers=1), drawn(1, 110)
+    expected = logits(model, ids)
+    _, cache = in_steps(model, ids, [10, *[1] * 100], CACHES[name](model))
+    for back in (30, 35):  # to 80 tokens, then from 81 to 46, 64 before 110
+        cache.crop(-back)
+        at = cache.get_seq_length()
+        found = logits(model, ids[:, at : at + 1], past_key_values=cache)
+        torch.testing.assert_close(found, expected[:, at : at + 1], atol=1e-10, rtol=0)
+    assert at == 46
+    cache.crop(-17)  # some more may be held, since room is freed now and then
+    with pytest.raises(ValueError, match=TOO_FAR):
+        logits(model, ids[:, 30:31], past_key_values=cache)
 
 
 def test_a_cache_that_is_reset_begins_again():
@@ -215,7 +233,7 @@ def test_caches_that_round_their_keys_are_refused():
         pytest.skip("this Transformers quantises no cache by itself")
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation="quantized")
     options |= dict(cache_config=dict(backend="fp8"))
-    with pytest.raises(ValueError, match="rounds its keys, or was cropped .* allowed: query='own'"):
+    with pytest.raises(ValueError, match="rounds its keys, was cropped .* allowed: query='own'"):
         sparse([SHARED]).generate(drawn(1), **options)
     sparse([RULES["pages by each query"]]).generate(drawn(1), **options)
 

@@ -8,7 +8,7 @@ import transformers as hf
 
 import hf_hyperattn as ha
 from hf_hyperattn.rules import Window
-from tests.integration.models import TEXT, VISION, bert, llama
+from tests.integration.models import TEXT, VISION, bert, llama, perturb
 from tests.oracles.cases import assert_close
 
 OPEN = dict(near=0, sinks=1, refine_top_k=0)
@@ -171,6 +171,35 @@ def test_a_prefix_model_generates_what_its_full_pass_gives(mechanism, left, cach
     position_ids = (whole["attention_mask"].cumsum(1)).clamp_min(1)
     full = model(**whole, position_ids=position_ids, use_cache=False).logits[:, 14:-1]
     assert_close(torch.stack(out.logits, 1), full, 1e-6, "generated against the full pass")
+
+
+@pytest.mark.parametrize("mode", ["replace", "blend"])
+@pytest.mark.parametrize("tying", [None, "key"])
+@torch.no_grad()
+def test_a_prefix_model_is_saved_and_loaded(tying, mode, tmp_path):
+    """With tying=None, too, which means "key" where a prefix LM generates and "both" in an encoder."""
+    torch.manual_seed(0)
+    model = ha.patch_model(paligemma(), ha.HsaConfig((2, 4), tying=tying), mode=mode)
+    perturb(model)
+    model.save_pretrained(tmp_path)
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    inputs = prompt(3)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    assert torch.equal(model(**inputs).logits, again.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["loaded as a part", "loaded as a whole"])
+def test_a_prefix_model_of_another_class_is_refused(whole, tmp_path):
+    """What generates with key tying has a parameter that the encoder without a head lacks."""
+    model = ha.patch_model(paligemma() if whole else paligemma().model, ha.HsaConfig((2, 4)), mode="replace")
+    model.save_pretrained(tmp_path)
+    other = hf.PaliGemmaModel if whole else hf.PaliGemmaForConditionalGeneration
+    with pytest.raises(ValueError, match=f"load it as {type(model).__name__}, the class that was saved") as caught:
+        other.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_sparse_refuses_a_prefix_model_when_it_is_patched():

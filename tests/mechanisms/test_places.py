@@ -9,6 +9,9 @@ import transformers as hf
 
 import hf_hyperattn as ha
 from hf_hyperattn.engines.selection import Places
+from hf_hyperattn.mechanisms.hsa.windowed import native
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
+from hf_hyperattn.mechanisms.hsa.windowed.means import pool
 from hf_hyperattn.mechanisms.selection import places
 from hf_hyperattn.mechanisms.selection.cache import LayerCache
 from hf_hyperattn.rules import Pages
@@ -163,3 +166,34 @@ def test_values_may_have_more_heads_than_keys():
     cache = LayerCache(key, value)
     cache.append(key, value)
     assert all(torch.equal(*pair) for pair in zip(cache.show(), (key, value), strict=True))
+
+
+@pytest.mark.parametrize("real", [torch.ones(0, 5), torch.ones(1, 5), None], ids=["no rows", "one for all", "no mask"])
+def test_a_batch_of_no_rows(real):
+    real = None if real is None else real.bool()
+    places = Places(0, 5, 5, torch.device("cpu"), real=real)
+    assert places.spans == ([], [])
+    assert places.count_slots(5, 2) == 2
+
+
+def test_rows_without_keys():
+    places = Places(2, 3, 0, torch.device("cpu"), real=torch.ones(2, 0).bool())
+    assert places.spans == ([0, 0], [0, 0])
+
+
+@pytest.mark.parametrize("spans", [None, torch.zeros(0).long()], ids=["whole", "spans"])
+def test_windows_of_a_batch_of_no_rows(spans):
+    key = torch.zeros(0, 2, 5, 4)
+    levels = pool(key, key[..., :3], (2, 4), spans, spans)
+    assert [level.shape[1:] for level in levels.values] == [(2, 5, 3), (2, 3, 3), (2, 2, 3)][: len(levels.values)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "native", "rows"])
+def test_key_tying_of_a_batch_of_no_rows(backend):
+    if backend == "native" and not native.serves(torch.zeros(1)):
+        pytest.skip("no compiler")
+    query, key = torch.zeros(0, 4, 5, 4, requires_grad=True), torch.zeros(0, 2, 5, 4)
+    out, _ = key_tied(query, key, key[..., :3], (2, 4), near=1, is_causal=True, backend=backend)
+    assert out.shape == (0, 4, 5, 3)
+    (gradient,) = torch.autograd.grad(out.sum(), query)
+    assert gradient.shape == query.shape

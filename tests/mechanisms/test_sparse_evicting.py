@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -44,9 +45,9 @@ def made(rules=SPLIT, **changes):
     return ha.patch_model(llama(), SparseConfig(rules, **changes), mode="replace")
 
 
-def tied(windows, refine_top_k=0, mode="replace", beside=(), **how):
+def tied(windows, refine_top_k=0, mode="replace", beside=(), near=64, **how):
     """A model with HSA."""
-    config = HsaConfig(windows, refine_top_k=refine_top_k)
+    config = HsaConfig(windows, near=near, refine_top_k=refine_top_k)
     return ha.patch_model(llama().float(), config, *beside, mode=mode, **how)
 
 
@@ -254,7 +255,9 @@ def test_what_would_read_forgotten_keys_is_refused():
     model, ids = made(), drawn(2, 60)
     cache = HierarchicalCache(model, evict=True)
     in_steps(model, ids, [50, 1, 1], cache)
-    with pytest.raises(ValueError, match=r"cannot go back to 40 tokens, only to 4\d; allowed: at most 3 tokens"):
+    with pytest.raises(
+        ValueError, match=r"has forgotten keys .* a crop to 40 tokens; allowed: crops to 4\d tokens or more"
+    ):
         cache.crop(-12)
     with pytest.raises(ValueError, match="its padding is not where it was"):
         mask = torch.ones(2, 53, dtype=torch.long)
@@ -277,6 +280,29 @@ def test_what_would_read_forgotten_keys_is_refused():
         logits(changing, ids, past_key_values=HierarchicalCache(changing, evict=True))
     with pytest.raises(ValueError, match="made for 2; allowed"):
         LayerCache(torch.ones(1, 4, 1, 2), torch.ones(1, 4, 1, 2), ((5, 1), None))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "hsa"])
+def test_crops_of_a_cache_that_forgets_add_up(kind, monkeypatch):
+    """Few tokens at once, but together too many: the sentence says how far one can go, and so far one can go."""
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.means_kept.TAKEN_BACK", 3)
+    model = made(WINDOWS * 2) if kind == "sparse" else tied((2, 4), near=1)
+    ids = drawn(2, 60)
+    expected, cache = logits(model, ids), HierarchicalCache(model, evict=True)
+    in_steps(model, ids, [50, *[1] * 8], cache)
+    with pytest.raises(ValueError, match="has forgotten keys") as caught:
+        for _ in range(20):
+            cache.crop(-2)
+            at = cache.get_seq_length()
+            found = logits(model, ids[:, at : at + 1], past_key_values=cache)
+            torch.testing.assert_close(found, expected[:, at : at + 1], atol=1e-5, rtol=0)
+    least = int(re.search(r"; allowed: crops to (\d+) tokens or more", str(caught.value))[1])
+    now = cache.get_seq_length()
+    with pytest.raises(ValueError, match=f"a crop to {least - 1} tokens"):
+        cache.crop(least - 1 - now)
+    cache.crop(least - now)
+    found = logits(model, ids[:, least:], past_key_values=cache)
+    torch.testing.assert_close(found, expected[:, least:], atol=1e-5, rtol=0)
 
 
 def test_a_rule_of_ones_own_may_be_forgotten():

@@ -146,8 +146,46 @@ def test_the_last_queries_alone_see_what_they_see_among_all(few, windows, masked
     expected = hyper(call_of(**more))[0][:, :, -few:]
     call = call_of(**more)
     options = replace(call.options, offset=7 - few, **{n: t[:, :, -few:] for n, t in more.items()})
-    last = replace(call, query=call.query[:, :, -few:], options=options, first=FirstKey(stop=7))
+    last = replace(
+        call,
+        query=call.query[:, :, -few:],
+        options=options,
+        first=FirstKey(0, mask.any(2)[:, 0] if masked else None, 7),
+    )
     assert_close(hyper(last)[0], expected, 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["blend", "replace"])
+@pytest.mark.parametrize("config", [CONFIGS["short windows"], CONFIGS["low rank"], CONFIGS["distmult"]])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_windows_count_no_padding(family, config, mode):
+    """Padding inside a row changes no logit, no weight and no gradient, also where queries have a gate for it."""
+    model = learned(family, config, mode).double()
+    ids, real = ids_of(model)[:1, :9], torch.tensor([1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0])
+    at = real.nonzero()[:, 0]
+    spread = torch.zeros(1, 14, dtype=torch.long).scatter(1, at[None], ids)
+    place = {"position_ids": (real.cumsum(0) - 1).clamp_min(0)[None]}
+    expected = model(ids, output_attentions=True)
+    found = model(spread, attention_mask=real[None], output_attentions=True, **place)
+    weights = torch.stack(found.attentions)[..., at, :]
+    assert_close(weights[..., at], torch.stack(expected.attentions), 1e-9)
+    assert_close(found[0][:, at], expected[0], 1e-9)
+    parameters = [p for name, p in model.named_parameters() if ".hyper." in name]
+    outputs = found[0][:, at], expected[0]
+    gradients = (torch.autograd.grad(out.square().sum(), parameters) for out in outputs)
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, 1e-9 * (1 + other.abs().max()))
+
+
+def test_compiled_windows_count_no_padding():
+    model = learned("llama", CONFIGS["short windows"])
+    real = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    call = dict(attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp_min(0), use_cache=False)
+    ids = ids_of(model, length=11)
+    ids = torch.cat([ids, ids.flip(1)], 1)[:, :11]
+    with torch.no_grad():
+        expected, found = model(ids, **call).logits, torch.compile(model)(ids, **call).logits
+    assert_close(found[real.bool()], expected[real.bool()], 1e-4)
 
 
 # Precision, compilation, adapters.

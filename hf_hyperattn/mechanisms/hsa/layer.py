@@ -33,6 +33,7 @@ class HsaLayer(MechanismLayer):
 
     honours_heads = True
     mixes_heads = False
+    reads_forgotten = True
     counts_keys = True
 
     def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):

@@ -223,8 +223,8 @@ class LayerCache:
         """
         if length < self.shortest:
             raise ValueError(
-                f"{EVICTING} cannot go back to {length} tokens, only to {self.shortest}; allowed: at most {TAKEN_BACK} "
-                "tokens at once, reset(), or evict=False"
+                f"{EVICTING} has forgotten keys that are read after a crop to {length} tokens; allowed: crops to "
+                f"{self.shortest} tokens or more, reset(), or evict=False"
             )
         for part in self.parts:
             for tensor in part.tokens:
@@ -282,14 +282,8 @@ def layer_cache_of(key: Tensor, value: Tensor, mechanism: str, kind: type) -> La
     """
     if is_recorded():
         return None
-    cache, other = attached_to(key, LayerCache), attached_to(value, LayerCache)
-    either = cache or other
-    if cache is not other and either is not None:
-        if either.keep is not None:
-            raise ValueError(
-                f"{EVICTING} cannot serve a host that changes keys or values after they were cached; allowed: "
-                "evict=False"
-            )
+    cache = attached_to(key, LayerCache)
+    if cache is not attached_to(value, LayerCache):
         return None
     if cache is not None and cache.keep is not None and not isinstance(cache.keep, kind):
         raise ValueError(

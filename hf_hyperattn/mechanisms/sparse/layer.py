@@ -30,6 +30,7 @@ class SparseLayer(MechanismLayer):
 
     honours_heads = True
     mixes_heads = False
+    reads_forgotten = True
 
     def __init__(self, config: SparseConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)

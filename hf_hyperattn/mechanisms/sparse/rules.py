@@ -88,8 +88,10 @@ class RuleCall:
         if can_read(known) and not bool(known.all()):
             raise ValueError(
                 "a sparse rule selects by queries before those of this call, which are not known: the cache was "
-                "filled by another model, was put together from other tensors, rounds its keys, or was cropped by more "
-                f"than {TAKEN_BACK} tokens; allowed: query='own', or a cache of full precision that this model filled"
+                "filled by another model, was put together from other tensors, rounds its keys, was cropped to more "
+                f"than {TAKEN_BACK} tokens before the most that it held, or was filled under a 4D mask that showed a "
+                "row no key; allowed: query='own', a 2D attention_mask, or a cache of full precision that this model "
+                "filled"
             )
 
 

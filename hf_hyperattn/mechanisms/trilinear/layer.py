@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, working_dtype
 from ...engines.sdpa import dense
+from ...engines.selection import Places
 from ...fields import refuse
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..checks import check_host
 from ..pruned import refuse_pruned
 from .attention import attend
 from .config import TrilinearConfig
+from .joined import join_tokens
 from .reference import Windows, bidaf_scores
 
 
@@ -149,15 +151,24 @@ class SimplicialLayer(MechanismLayer):
             score, value, options, backend, weights: as in `engines.attention`.
         """
         simplicial_options = with_bias(score, options)
+        start, joined = options.offset, None
         if self.config.windows:
             refuse_pruned(call, "trilinear")
-        start = call.first_query("trilinear", self.known) if self.config.windows else options.offset
+            start = call.first_query("trilinear", self.known)
+            joined = join_tokens(call, start, self.known.grows)
         value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
         self.check_shapes(score.key, value, p)
+        share = self.share(call, start, p.get("gate"), value.dtype)
+        all_query, all_key, all_value = score.query, score.key, value
+        if joined is not None:
+            start = all_key.shape[2] - all_query.shape[2]
+            all_query = joined.move_queries(all_query)
+            all_key, all_value = joined.move_keys(all_key), joined.move_keys(all_value)
+            simplicial_options = joined.move_options(simplicial_options)
         # a step of decoding maps no keys and values that both windows have passed
         first = 0 if weights or options.dropout_p else self.windows.first_key(start)
-        query, keys = self.features(score.query, score.key[:, :, first:], p)
-        seen = value[:, :, first:]
+        query, keys = self.features(all_query, all_key[:, :, first:], p)
+        seen = all_value[:, :, first:]
         outputs = attend(
             query,
             keys,
@@ -168,8 +179,9 @@ class SimplicialLayer(MechanismLayer):
             backend=backend,
             weights=weights,
         )
+        if joined is not None:
+            outputs = joined.restore(*outputs)
         gate = p.get("gate")
-        share = self.share(call, start, gate, value.dtype)
         if share is None:
             # the gate has a gradient, zero
             return outputs if gate is None else (outputs[0] + 0.0 * gate.sum(), outputs[1])
@@ -183,7 +195,7 @@ class SimplicialLayer(MechanismLayer):
         if gate is not None and self.rank < self.width:
             gated = torch.ones((), dtype=torch.bool, device=call.query.device)
         elif gate is not None and w1 is not None and call.key.shape[2] > w1:
-            gated = cut_rows(call, start, w1)
+            gated = cut_rows(call, start, w1, self.known.grows)
         if gated is None and mask is None:
             return None
         share = torch.ones((), dtype=dtype, device=call.query.device)
@@ -222,17 +234,21 @@ class SimplicialLayer(MechanismLayer):
         return exact and not any(bool(p.any()) for p in self.parameters())
 
 
-def cut_rows(call: HostCall, start: int | Tensor, window: int) -> Tensor:
+def cut_rows(call: HostCall, start: int | Tensor, window: int, grows: bool = False) -> Tensor:
     """Queries that would lose keys to the window of j, bool [B|1, H|1, N].
 
     Args:
         start: the key that is the first query's own.
         window: w1.
+        grows: Of the layer, see `Host`.
     """
     n, m, options = call.query.shape[2], call.key.shape[2], call.options
     i = torch.arange(n, device=call.query.device) + start
     if options.mask is not None:
-        low, high, seen = call.read_mask().ends
+        reading = call.read_mask(grows)
+        low, high, seen = reading.ends
+        if reading.places.real is not None:  # windows count tokens, no padding
+            i, low, high = count_tokens(reading.places, low, high)
     else:
         low, high, seen = torch.zeros_like(i), torch.full_like(i, m - 1), torch.ones_like(i, dtype=torch.bool)
         if options.is_causal:
@@ -243,6 +259,20 @@ def cut_rows(call: HostCall, start: int | Tensor, window: int) -> Tensor:
     ahead = 0 if call.is_causal else window - 1
     cut = ((low <= i - window) | (high > i + ahead)) & seen
     return cut if cut.dim() == 3 else cut[None, None]
+
+
+def count_tokens(places: Places, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the numbers of the tokens of the queries, [B|1, 1, N], and of keys, [B|1, H|1, N|1], without padding.
+
+    Args:
+        places: Of the call.
+        low, high: int64 [B|1, H|1, N|1], keys.
+    """
+    count = places.count[:, places.dropped :]
+    batch = max(len(count), len(low))
+    count, low, high = (tensor.expand(batch, *tensor.shape[1:]) for tensor in (count, low, high))
+    of_low, of_high = (count.gather(1, keys.flatten(1)).view(keys.shape) for keys in (low, high))
+    return count.index_select(1, places.own_keys)[:, None], of_low, of_high
 
 
 def from_key(options: Options, first: int, offset: int) -> Options:

@@ -83,4 +83,6 @@ def span_lists(batch: int, length: int, starts: Tensor | None, stops: Tensor | N
     """First real token of every row, and one past the last."""
     first = [0] * batch if starts is None else starts.tolist()
     last = [length] * batch if stops is None else [min(stop, length) for stop in stops.tolist()]
+    if not batch:
+        return [], []
     return first * (batch // len(first)), last * (batch // len(last))
