@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped
+from torch._C._functorch import get_unwrapped, peek_interpreter_stack
 from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
-from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
