@@ -36,7 +36,8 @@ def option(
     """A dataclass field with its help, its symbol in the paper, and what it may hold.
 
     Args:
-        default: what the field holds where nothing is said; `dataclasses.MISSING` for a field that must be given.
+        default: what the field holds where nothing is said, or a function that makes it; `dataclasses.MISSING` for a
+            field that must be given.
         choices: allowed values.
         above, least: exclusive and inclusive lower bound of a number; numbers must be finite in float32.
         most: the largest value of a field of integers.
@@ -54,6 +55,8 @@ def option(
         types=types,
         optional=optional or default is None,
     )
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 

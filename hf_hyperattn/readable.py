@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, peek_interpreter_stack
 from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
-from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
@@ -44,3 +44,28 @@ def can_read(*tensors: Tensor | None) -> bool:
     if is_recorded():
         return False
     return not any(t is not None and (t.is_meta or isinstance(t, FakeTensor) or wrapped(t)) for t in tensors)
+
+
+def raise_if(wrong: Tensor, message: str) -> None:
+    """Raise if anything in `wrong` is True, also where its values cannot be read now.
+
+    A compiled call raises `RuntimeError` each time that it is run, and not when it is recorded; on a GPU that is a
+    failed assertion, as for an index out of range. Nothing is raised on the meta device and under FakeTensorMode, where
+    there are no values, and for `torch.vmap` inside a compiled call, whose compiler has no such check.
+
+    Args:
+        wrong: Bool, of any shape.
+        message: Of the error.
+
+    Raises:
+        ValueError: Something is True.
+    """
+    if torch.compiler.is_compiling():
+        # Not under no_grad: the graph would leave gradients turned off after the error.
+        if not is_transformed():
+            torch._assert_async(~wrong.any(), message)
+        return
+    while wrapped(wrong):  # torch.func's transforms: the values of the whole batch are inside
+        wrong = get_unwrapped(wrong)
+    if can_read(wrong) and bool(wrong.any()):
+        raise ValueError(message)

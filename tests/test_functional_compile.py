@@ -8,7 +8,7 @@ from torch.export import Dim
 from torch.func import grad, jvp
 
 from hf_hyperattn.functional import cone_attention, hype_attention, sparse_attention
-from hf_hyperattn.mechanisms.sparse import Window
+from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 from tests.oracles.cases import BACKENDS, PAIRINGS, assert_close, assert_gradients, per_head, qkv
 from tests.oracles.marks import first_always
 
@@ -62,6 +62,16 @@ def test_compiles_with_rounded_values_as_autocast_has_them(backend, attention):
     run = lambda q, k, v: attention(q, k, v.bfloat16(), is_causal=True, backend=backend)
     eager, out = run(q, k, v), torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
     assert_close(out, eager, 1e-5, "compiled output")
+
+
+def test_a_compiled_call_goes_by_the_rules_that_it_is_given():
+    torch._dynamo.reset()
+    q, k, v = qkv(batch=1, heads=2, lq=9, dtype=torch.float32)
+    small = Pages(near=2, sinks=1, page=2, top=1)
+    compiled = torch.compile(sparse_attention, fullgraph=True, backend="aot_eager")
+    for rules in (Window(2, 1), Window(3, 1), small, (small, Exact())):
+        out, eager = (call(q, k, v, is_causal=True, rules=rules) for call in (compiled, sparse_attention))
+        assert_close(out, eager, 1e-5, f"compiled output, {rules}")
 
 
 @every_backend

@@ -68,7 +68,8 @@ class Layers(nn.Module):
                 output is that to the last bit, with the gradients of the mechanism.
 
         Raises:
-            ValueError: the call has another number of heads than the host was patched for.
+            ValueError: the call has another number of heads than the host was patched for, or key heads that do not
+                divide the query heads.
         """
         rank, everything = call.heads, False
         layers: Iterable[Callable] = self._modules.values()
@@ -76,6 +77,12 @@ class Layers(nn.Module):
         if self.heads is not None and heads != self.heads:
             raise ValueError(
                 f"a host patched for {self.heads} heads was called with {heads}; patch it in the form in which it runs"
+            )
+        if call.query.shape[1] % call.key.shape[1]:
+            # Kernels divide by the number of query heads that share a key head, and would end the process at 0.
+            raise ValueError(
+                f"attention was called with {call.query.shape[1]} query heads and {call.key.shape[1]} key heads; "
+                "allowed: a number of key heads that divides that of the query heads (num_key_value_heads)"
             )
         if call.keywords.get("hierarchy") is not None:
             warn_of_hierarchy(tuple(self._modules))

@@ -29,12 +29,12 @@ class CheckedIds:
     Args:
         about: The numbers of queries, of keys and of dropped keys, the version of the ids, and what is known of the
             mask.
-        shift: The number at which the ids of the conversation begin.
+        shift: The number at which the ids of the conversation begin; None if nothing has noted it.
         found: See `find_disagreeing`.
     """
 
     about: tuple
-    shift: int
+    shift: int | None
     found: tuple[int, int] | None
 
 
@@ -44,6 +44,16 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
     They may count the slots of a row, or its real tokens, as `generate` does for a row that is padded at its left. They
     may begin at any number, which the first call of a conversation leaves on its cache. Ids of several axes (M-RoPE)
     count images in their own way and say nothing here.
+
+    Nothing is raised, and a pruned cache is taken for a whole one, in these calls:
+
+    - Calls that are compiled. A check in their graph would have to know the number at which the ids begin, and the
+      cache that it was left on is not seen there.
+    - Models that give their attention layers no `position_ids`: Falcon, GPT-Neo and GPT-BigCode, whose forward has
+      them, and BLOOM and MPT, which have none.
+
+    Used by name, a mechanism does not see the cache, and where it cannot take attributes nothing is left on it. Ids
+    must begin at 0 there, and the error says so.
 
     Args:
         call: The call of an attention layer.
@@ -64,26 +74,32 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
     checked = attached_to(ids, CheckedIds)
     # Layers that are called without the cache go by those that were called with it.
     if cache is not None:
-        shift = notes_of(cache).get(SHIFT, 0)
+        shift = notes_of(cache).get(SHIFT)
     else:
-        shift = 0 if checked is None else checked.shift
+        shift = None if checked is None else checked.shift
     if checked is None or checked.about != about or checked.shift != shift:
         places = call.read_mask().places
         start = int(places.start) + places.dropped
         if start == 0 and cache is not None:
             shift = notes_of(cache)[SHIFT] = find_shift(places, ids)
-        found = None if queries == keys else find_disagreeing(places, ids, start, shift)
+        found = None if queries == keys else find_disagreeing(places, ids, start, shift or 0)
         about = *about[:4], attached_to(mask, KnownOfMask)  # which the reading may have made
         checked = CheckedIds(about=about, shift=shift, found=found)
         attach(ids, checked)
     if checked.found is not None:
         position, before = checked.found
         begun = f", counted from {shift}," if shift else ""
+        unknown = ""
+        if shift is None:
+            unknown = (
+                "; position_ids that begin at another number than 0 need patch_model, and a cache that takes "
+                "attributes and whose first call was not compiled"
+            )
         raise ValueError(
             f"{mechanism} counts the keys of the cache, and position_ids={position}{begun} disagrees with the {before} "
             "that stand before this query: the cache was pruned in the middle, filled with other position_ids, or "
             "holds packed texts; allowed: caches that drop keys at their ends alone, position_ids that count the keys, "
-            f"or a model without {mechanism}"
+            f"or a model without {mechanism}{unknown}"
         )
 
 

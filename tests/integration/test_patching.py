@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
+from hf_hyperattn.rules import Window
 from tests.integration.models import (
     FAMILIES,
     State,
@@ -178,3 +179,17 @@ def test_layers_beside_hosts_are_refused():
     both = ha.HyperAttnConfig.from_dict(record | {"layers": [1]})
     with pytest.raises(ValueError, match="HyperAttnConfig has layers and hosts; allowed: one of them"):
         ha.patch_model(llama(), both)
+
+
+@pytest.mark.parametrize("key_heads", [32, 3])
+@pytest.mark.parametrize("config", [ha.HsaConfig(windows=(2, 4)), ha.SparseConfig(Window(3, 1)), ha.ConeConfig()])
+@torch.no_grad()
+def test_key_heads_that_do_not_divide_the_query_heads_are_refused(config, key_heads):
+    """More key heads than query heads ended the process in the kernels of HSA and of sparse rules."""
+    model = llama(num_hidden_layers=1)
+    layer = model.model.layers[0].self_attn
+    for name in ("k_proj", "v_proj"):
+        setattr(layer, name, torch.nn.Linear(32, key_heads * layer.head_dim))
+    ha.patch_model(model, config, mode="replace")
+    with pytest.raises(ValueError, match=f"{key_heads} key heads; allowed: a number of key heads that divides"):
+        model(torch.arange(5, 21)[None], use_cache=False)

@@ -43,6 +43,13 @@ def patched(config, family="llama", **changes):
     return model
 
 
+def by_name(name):
+    model = model_of("llama", "eager")
+    model.config.hyperattn = ha.HyperAttnConfig([COUNTING[name]]).to_dict()
+    model.set_attn_implementation(name)
+    return model
+
+
 @torch.no_grad()
 def logits(model, ids, **call):
     return model(ids, **call).logits
@@ -64,9 +71,7 @@ def places(start, stop, rows=1):
 
 @pytest.mark.parametrize("name", ["hype", "hsa"])
 def test_a_pruned_cache_is_refused_by_name(name):
-    model, ids = model_of("llama", "eager"), drawn(2, 20)
-    model.config.hyperattn = ha.HyperAttnConfig([COUNTING[name]]).to_dict()
-    model.set_attn_implementation(name)
+    model, ids = by_name(name), drawn(2, 20)
     with pytest.raises(ValueError, match=REFUSED):
         logits(model, ids[:, 16:17], past_key_values=pruned_cache(model, ids), position_ids=places(16, 17))
 
@@ -212,6 +217,37 @@ def test_a_pruned_cache_whose_position_ids_begin_elsewhere_is_refused(name):
     cache = pruned_cache(model, ids)
     with pytest.raises(ValueError, match="position_ids=18 disagrees with the 13"):
         logits(model, ids[:, 16:17], past_key_values=cache, position_ids=places(18, 19))
+
+
+class SlottedCache:
+    """A cache that takes no attributes, as a class of a caller's own may be."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self):
+        self.inner = hf.DynamicCache()
+
+    def __getattr__(self, name):
+        if name == "__dict__":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("name", ["hype", "hsa"])
+@pytest.mark.parametrize("way", ["by name", "a cache with slots", "a first call that nobody saw"])
+def test_position_ids_whose_beginning_nobody_noted_are_refused_with_the_way_out(name, way):
+    """They would be served by a patched model, which notes the number on the cache of the first call."""
+    model, ids = by_name(name) if way == "by name" else patched(COUNTING[name]), drawn(1, 17)
+    cache = SlottedCache() if way == "a cache with slots" else hf.DynamicCache()
+    logits(model, ids[:, :16], past_key_values=cache, position_ids=places(5, 21))
+    if way == "a first call that nobody saw":
+        del cache.__dict__[pruned.SHIFT]
+    needed = "position_ids that begin at another number than 0 need patch_model, and a cache that takes attributes"
+    with pytest.raises(ValueError, match=f"position_ids=21 disagrees with the 16 .*; {needed}"):
+        logits(model, ids[:, 16:17], past_key_values=cache, position_ids=places(21, 22))
+    cache = SlottedCache() if way == "a cache with slots" else hf.DynamicCache()
+    found = steps_of(model, ids, (16, 1), make_cache=lambda: cache, position_ids=places(0, 17))
+    torch.testing.assert_close(found, logits(model, ids, use_cache=False), atol=2e-5, rtol=0)
 
 
 @counting

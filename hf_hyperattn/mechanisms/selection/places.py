@@ -325,7 +325,11 @@ class Reading:
     @property
     def hides_previous(self) -> bool:
         """Whether the mask hides from a real query the real token before it."""
-        return self.remember("hides previous", lambda: find_hidden_previous(self.given, self.places))
+        return self.remember("hides previous", lambda: bool(self.find_hidden_previous().any()))
+
+    def find_hidden_previous(self) -> Tensor:
+        """Return bool [B|1, N], the real queries from which the mask hides the real token before them."""
+        return find_hidden_previous(self.given, self.places)
 
     def texts(self, chunk: int | None = None, position_ids: Tensor | None = None) -> Texts | None:
         """Return the texts of rows that hold several; None where no row does.
@@ -356,11 +360,12 @@ class Reading:
         Args:
             chunk, position_ids: See `texts`.
         """
+        read = lambda: none_if_all_false(self.mark_text_starts(chunk, position_ids))
         if chunk is None:
-            return self.remember("text starts", lambda: self._find_text_starts(None, None))
+            return self.remember("text starts", read)
         if self.queries < self.stop:  # where chunks begin among cached keys is not known
             return None
-        return self._find_text_starts(chunk, position_ids)
+        return read()
 
     def _real_keys(self) -> Tensor:
         """Bool [B|1, stop], the keys that are no padding."""
@@ -369,7 +374,12 @@ class Reading:
             return torch.ones(1, self.stop, dtype=torch.bool, device=self.given.device)
         return real[:, real.shape[1] - self.stop :].to(self.given.device)
 
-    def _find_text_starts(self, chunk: int | None, position_ids: Tensor | None) -> Tensor | None:
+    def mark_text_starts(self, chunk: int | None = None, position_ids: Tensor | None = None) -> Tensor:
+        """Return bool [B|1, N], the queries at which a text begins after another, also where this cannot be read.
+
+        Args:
+            chunk, position_ids: See `texts`.
+        """
         keys, real = self.stop, self._real_keys()
         # Queries are the last of the keys that are looked at. In a call that is not causal, query 0 is key `offset`.
         start = keys - self.queries if self.is_causal or self.grows else self.offset
@@ -387,7 +397,7 @@ class Reading:
             if position_ids is not None and position_ids.shape[-1] == self.queries and position_ids.dim() == 2:
                 inside = inside | (position_ids.to(real.device) == 0)
             starts = starts & inside
-        return starts if bool(starts.any()) else None
+        return starts
 
     def _number_texts(self, starts: Tensor) -> Texts:
         real = self._real_keys()
@@ -477,17 +487,26 @@ def text_starts(first: Tensor, last: Tensor, start: int = 0) -> Tensor:
     return ~(back | ahead).any(1)
 
 
-@torch.no_grad()
-def find_hidden_previous(mask: Tensor, places: Places) -> bool:
-    """Whether a mask hides from a real query the real token before it; one row for all queries hides padding."""
+def none_if_all_false(found: Tensor) -> Tensor | None:
+    """Return a bool tensor, or None if nothing in it is True."""
+    return found if bool(found.any()) else None
+
+
+def find_hidden_previous(mask: Tensor, places: Places) -> Tensor:
+    """Return bool [B|1, N], the real queries from which a mask hides the real token before them.
+
+    One row for all queries hides padding, and nothing from a single query.
+    """
     if mask.shape[2] < places.queries:
-        return False
-    mask = mask.expand(*mask.shape[:3], places.keys)
+        return torch.zeros(1, places.queries, dtype=torch.bool, device=mask.device)
+    mask = mask.detach().expand(*mask.shape[:3], places.keys)
     key, before = (numbers.expand(places.batch, -1) for numbers in (places.key_numbers, places.query_numbers - 1))
     size = places.keys + places.dropped
     # The key that holds each token of a row, -1 for none. Padding is written to one more column.
-    key_of_token = key.new_full((len(key), size + 1), -1)
-    key_of_token.scatter_(1, key.where(key >= 0, size), torch.arange(places.keys, device=key.device).expand_as(key))
+    index = torch.arange(places.keys, device=key.device).expand_as(key)
+    key_of_token = key.new_full((len(key), size + 1), -1).scatter(1, key.where(key >= 0, size), index)
     at = key_of_token.gather(1, before.clamp(0, size))
-    seen = read_visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
-    return bool(((before >= 0) & (at >= 0) & ~seen).any())
+    # One key a query is looked at, before anything is computed for all of them.
+    column = at.clamp_min(0)[:, None, :, None].expand(-1, mask.shape[1], -1, -1)
+    seen = read_visible(mask.expand(len(at), -1, -1, -1).gather(3, column)).any(1)[..., 0]
+    return (before >= 0) & (at >= 0) & ~seen

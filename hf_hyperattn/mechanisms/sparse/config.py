@@ -13,6 +13,14 @@ from .rules import SparseRule, check_rule
 Rules = tuple[SparseRule, ...]
 
 
+def default_rules() -> Rules:
+    """Return the rules of a config that names none.
+
+    A function makes them: the compiler of torch 2.11 cannot follow a dataclass whose default is an object.
+    """
+    return (Pages(),)
+
+
 @dataclass(frozen=True)
 class SparseConfig(MechanismConfig):
     """Sparse attention: every query head sees the keys that its rule selects, and a softmax over these alone.
@@ -23,7 +31,7 @@ class SparseConfig(MechanismConfig):
     mechanism = "sparse"
 
     rules: Any = option(
-        (Pages(),),
+        default_rules,
         "a rule for all heads, or one for each query head; with lengths, a list of such for each length",
         types=(tuple, list, SparseRule),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...engines import Options, repeat_heads
 from ...engines.score import working_dtype
 from ...engines.selection import Places
-from ...readable import can_read, is_exporting, is_recorded
+from ...readable import can_read, is_exporting, is_recorded, raise_if
 from ..selection.cache import QueriesKept
 from ..selection.growing import TAKEN_BACK
 from ..selection.places import Reading, read_mask
@@ -28,6 +28,13 @@ Rules = tuple[SparseRule, ...]
 ByLength = Sequence[tuple[int | None, Rules]]
 #: What `check_one_text` says of chunked attention in decoding, and of hosts that do not pass their window.
 GONE = "cache that drops tokens, of whose sliding window nobody tells attention"
+HIDDEN_PREVIOUS = "mask that hides the token before one"
+PACKED = "mask of several texts in a row"
+#: The error for rows that rules do not know.
+SEVERAL_TEXTS = (
+    "sparse was called with a {} (packed texts, chunked attention), and its rules know rows of one whole text; "
+    "allowed: one text a row, with padding, or layers= without this, or rules out of Exact() and Window(sinks=0)"
+)
 
 
 def check_one_text(reading: Reading, rules: ByLength, window: int | None) -> None:
@@ -47,8 +54,14 @@ def check_one_text(reading: Reading, rules: ByLength, window: int | None) -> Non
     # of a dropped token windows need nothing: what they would see of it, the host hides
     by_place = any(type(rule) not in (Exact, Window) for rule in rules_in(rules))
     gone = reading.places.dropped > 0 and window is None and by_place
-    if gone or ((window is None or window > 1) and can_read(mask) and reading.hides_previous):
-        raise several_texts(GONE if gone else "mask that hides the token before one")
+    if gone:
+        raise ValueError(SEVERAL_TEXTS.format(GONE))
+    if window is not None and window <= 1:
+        return
+    if not can_read(mask):
+        raise_if(reading.find_hidden_previous(), SEVERAL_TEXTS.format(HIDDEN_PREVIOUS))
+    elif reading.hides_previous:
+        raise ValueError(SEVERAL_TEXTS.format(HIDDEN_PREVIOUS))
 
 
 def check_unpacked(reading: Reading, rules: ByLength) -> None:
@@ -62,19 +75,12 @@ def check_unpacked(reading: Reading, rules: ByLength) -> None:
         ValueError: a row holds several texts.
     """
     mask = reading.mask
-    if mask is None or not can_read(mask) or all(map(is_local, rules_in(rules))):
+    if mask is None or all(map(is_local, rules_in(rules))):
         return
-    if reading.find_text_starts() is not None:
-        raise several_texts("mask of several texts in a row")
-
-
-def several_texts(what: str) -> ValueError:
-    """The error for rows that rules do not know."""
-    return ValueError(
-        f"sparse was called with a {what} (packed texts, chunked attention), and its rules know rows of one whole "
-        "text; allowed: one text a row, with padding, or layers= without this, or rules out of Exact() and "
-        "Window(sinks=0)"
-    )
+    if not can_read(mask):
+        raise_if(reading.mark_text_starts(), SEVERAL_TEXTS.format(PACKED))
+    elif reading.find_text_starts() is not None:
+        raise ValueError(SEVERAL_TEXTS.format(PACKED))
 
 
 def rules_in(rules: ByLength) -> set[SparseRule]:
