@@ -18,6 +18,7 @@ from torch import Tensor
 from ..mechanisms.base import HostCall
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
+from ..mechanisms.hsa.open_blocks import first_near
 from ..mechanisms.hsa.pairs import pairs, sibling_pairs
 from ..mechanisms.hsa.windowed.key import attend_levels, pool
 from ..mechanisms.selection.growing import TAKEN_BACK
@@ -68,7 +69,7 @@ class HsaHeadRule(CandidateRule):
             return 1.0
         own, held = max(0, length - TAKEN_BACK) // self.windows[0] * self.windows[0], length / self.windows[-1]
         for width, parent in zip((1, *self.windows), self.windows):
-            first = max(0, own - max(self.near, 1) + 1) // parent * parent
+            first = first_near(own, self.near) // parent * parent
             held += min(length, length - first - self.sinks // -parent * parent) / width
         return min(1.0, held / length)
 

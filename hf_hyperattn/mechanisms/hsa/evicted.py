@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from .open_blocks import is_open
 from .windowed.means import Levels
 
 
@@ -73,14 +74,14 @@ def is_seen(sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, ne
     """
     widths, start = (1, *sizes), place // sizes[0] * sizes[0]
 
-    def is_open(level: int, index: Tensor) -> Tensor:
-        first, spare = index * widths[level], near.clamp_min(1) - 1
-        return (first < sinks) | ((first + widths[level] > start - spare) & (first < start + sizes[0]))
+    def stands_open(level: int, index: Tensor) -> Tensor:
+        first = index * widths[level]
+        return is_open(first, start - (first + widths[level] - 1), first - (start + sizes[0] - 1), near, sinks)
 
     if level:
-        seen = ((index + 1) * widths[level] <= start) & ~is_open(level, index)
+        seen = ((index + 1) * widths[level] <= start) & ~stands_open(level, index)
     else:
         seen = (index <= place) & (index >= 0)
     if level == len(sizes):
         return seen
-    return seen & is_open(level + 1, index // (widths[level + 1] // widths[level]))
+    return seen & stands_open(level + 1, index // (widths[level + 1] // widths[level]))

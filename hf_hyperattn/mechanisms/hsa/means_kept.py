@@ -12,6 +12,7 @@ from torch import Tensor
 from ...engines import working_dtype
 from ..selection.cache import Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair
 from ..selection.growing import TAKEN_BACK, GrowingTensor
+from .open_blocks import first_near
 from .windowed.means import Levels
 
 
@@ -91,7 +92,7 @@ class WindowMeans(KeptWithKeys):
             first, head = [], []
             for start in starts:
                 window = (safe - start) // self.sizes[0] * self.sizes[0]
-                open_from = max(0, window - max(keep.near, 1) + 1) // parent * parent
+                open_from = first_near(window, keep.near) // parent * parent
                 front, shift = -(-keep.sinks // parent) * parent, start if width == 1 else 0
                 first.append(shift + open_from // width)
                 head.append(shift + front // width)

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from .open_blocks import is_open
+
 
 @lru_cache(maxsize=65536)
 def pairs(
@@ -43,8 +45,7 @@ def pairs(
         there = start < own if is_causal else start != own
         if above is not None:  # only the children of what is open stand here
             there &= open_above.repeat(above // size, 1)[:, : len(start)]
-        close = (first - (start + size - 1) < near) & (start - (first + bottom - 1) < near)
-        opened = there & (close | (start < sinks))
+        opened = there & is_open(start, first - (start + size - 1), start - (first + bottom - 1), near, sinks)
         closed = there & ~opened
         single = (closed & (start == length - 1)).sum(1)  # one token, at the ragged end: never opened
         free = closed.sum(1) + laid

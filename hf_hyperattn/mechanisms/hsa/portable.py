@@ -19,6 +19,7 @@ from ...geometry.scalars import at_least
 from ...readable import is_exporting
 from ..selection.places import text_starts
 from .config import Rule
+from .open_blocks import is_open
 
 INF = float("inf")
 
@@ -163,8 +164,8 @@ def key_logits(
         mean = query @ (means @ key).mT
         mean = mean if bias is None else mean + bias @ means.mT
         seen = visible.to(query.dtype) @ same.to(query.dtype)[:, None]
-        open_here = same[:, None] | (seen < tokens) | (tokens < 2) | (start < sinks)
-        open_here = open_here | (torch.maximum(own_start - stop, start - own_stop) < near)
+        open_here = same[:, None] | (seen < tokens) | (tokens < 2)
+        open_here = open_here | is_open(start, own_start - stop, start - own_stop, near, sinks)
         closed = ((opened & ~open_here) | freed) & visible
         opened, freed = opened & open_here, torch.zeros_like(closed)
         if any(top_k := rule.refine_top_k if isinstance(rule.refine_top_k, tuple) else (rule.refine_top_k,)):

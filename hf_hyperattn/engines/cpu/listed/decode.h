@@ -13,7 +13,7 @@ class SelectedFew {
  public:
   explicit SelectedFew(const Selected& call)
       : c(call), dim(padded(c.dim)), wide(padded(c.value_dim)), group(c.group()), length(c.blocks() * kLanes),
-        heads_(group, Blocks(c.blocks())), next_(group), scratch_(group * (dim + wide + length) + kLanes * (dim + wide) + 256) {
+        heads_(group, Blocks(c.blocks())), next_(group), running_(group), scratch_(group * (dim + wide + length) + kLanes * (dim + wide) + 256) {
     queries_ = scratch_.take(group * dim);
     out_ = scratch_.take(group * wide);
     logits_ = scratch_.take(group * length);
@@ -47,7 +47,10 @@ class SelectedFew {
       sum_rows(keys, step, there, dim, term, [](int64_t) {}, to);
       if (!heads_[g].whole[i]) store(to, heads_[g].hidden(i, p) ? splat(-kInf) : load(to));
     });
-    for (int64_t g = 0; g < group; ++g) weigh(b, kv * group + g, g, row);
+    for (int64_t g = 0; g < group; ++g) {
+      running_[g] = {};
+      take(logits_ + g * length, heads_[g].listed.size() * kLanes, running_[g]);
+    }
     over_blocks(c.value, b, kv, c.value_dim, wide, [&](int64_t g, int64_t i, const float* values, int64_t step, int64_t there) {
       const float* weights = logits_ + g * length + i * kLanes;
       const uint32_t seen = heads_[g].seen(i, p);
@@ -56,8 +59,10 @@ class SelectedFew {
       over_bits(seen, [&](int j) { add_rows(weights + j, values + j * step, step, 1, wide, out_ + g * wide); });
     });
     for (int64_t g = 0; g < group; ++g) {
-      float* to = c.out + ((b * c.heads + kv * group + g) * c.queries + row) * c.value_dim;
-      std::copy_n(out_ + g * wide, c.value_dim, to);
+      const int64_t at = (b * c.heads + kv * group + g) * c.queries + row;
+      const float share = running_[g].share();
+      for (int64_t e = 0; e < c.value_dim; ++e) c.out[at * c.value_dim + e] = out_[g * wide + e] * share;
+      c.lse[at] = running_[g].top, c.lse[c.batch * c.heads * c.queries + at] = share;
     }
   }
 
@@ -92,28 +97,11 @@ class SelectedFew {
     }
   }
 
-  // Logits become weights that add up to 1.
-  void weigh(int64_t b, int64_t h, int64_t g, int64_t row) {
-    float* x = logits_ + g * length;
-    const int64_t count = heads_[g].listed.size() * kLanes;
-    Vec most = splat(-kInf), sum = {};
-    for (int64_t j = 0; j < count; j += kLanes) most = larger(most, load(x + j));
-    const float top = largest_of(most), base = top == -kInf ? 0.0f : top;
-    for (int64_t j = 0; j < count; j += kLanes) {
-      const Vec e = exponential<true>(load(x + j) - base);
-      store(x + j, e);
-      sum += e;
-    }
-    const float total = sum_of(sum), factor = total == 0 ? 0.0f : 1.0f / total;  // NaN stays
-    for (int64_t j = 0; j < count; j += kLanes) store(x + j, load(x + j) * factor);
-    const int64_t at = (b * c.heads + h) * c.queries + row;
-    c.lse[at] = top, c.lse[c.batch * c.heads * c.queries + at] = factor;
-  }
-
   const Selected& c;
   const int64_t dim, wide, group, length;
   std::vector<Blocks> heads_;
   std::vector<size_t> next_;
+  std::vector<Running> running_;
   Scratch scratch_;
   float *queries_, *out_, *logits_, *rows_;
 };

@@ -23,6 +23,7 @@ from ....engines.options import position_mask, read_visible
 from ....geometry.scalars import at_least
 from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
+from ..open_blocks import is_open
 
 #: Numbers in the logits of one block of rows: on a CPU a few of its caches, elsewhere enough work.
 BLOCK_ELEMENTS = 2**20
@@ -183,11 +184,6 @@ class KeyTree:
             distances.append(torch.minimum((beside[right] - place).abs(), (beside[left] - place).abs()))
         return self.up(torch.stack(distances), "amin")[which]
 
-    def ancestors(self, leaves: Tensor) -> Tensor:
-        """Bool [R, nodes]: the query's own leaf and what holds it."""
-        own_leaf = torch.arange(self.leaves, device=self.device) == leaves[:, None]
-        return self.up(own_leaf.int()) > 0
-
     def columns(self, t: Tensor, rows: slice, block: slice) -> Tensor:
         """[B|1, H|1, R|1, leaves|1]: what a mask or bias [B|1, H|1, N|1, M|1] says of these rows and the leaves."""
         t = t[rows] if t.shape[0] > 1 else t
@@ -254,8 +250,9 @@ def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Key
     """
     blocks, per_head = tree.blocks, lambda t: t[:, None, None]
     part = (tree.up(seen.int()) < tree.size)[..., :blocks]  # some of the block is hidden
-    opened = tree.ancestors(leaves)[:, :blocks] | (tree.distance(leaves)[:, :blocks] < per_head(call.near))
-    opened = (opened | (tree.first[:blocks] < per_head(call.sinks)) | part).expand(scores.shape).clone()
+    distance = tree.distance(leaves)[:, :blocks]
+    by_place = is_open(tree.first[:blocks], distance, distance, per_head(call.near), per_head(call.sinks))
+    opened = (by_place | part).expand(scores.shape).clone()
     closed, refined = torch.zeros_like(opened), bool((call.top_k > 0).any())
     for level in tree.levels:
         nodes = level[level < blocks]

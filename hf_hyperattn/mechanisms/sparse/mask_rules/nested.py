@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ....fields import option
 from ....hierarchy.windows import checked_sizes
+from ...hsa.open_blocks import is_open
 from ..pages import Summary, scores_of
 from ..rules import RuleCall, share_of, sparse_rule
 from ..selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SMALL, SelectingRule, Selector, best, chunks_of
@@ -70,7 +71,8 @@ class NestedWindows(SelectingRule):
 
     def is_open(self, start: Tensor, size: int, own: Tensor) -> Tensor:
         """Whether windows are open by where they stand, of chunks whose smallest windows begin at `own`."""
-        return (start + size > own) | (start < self.sinks) | (own - (start + size - 1) < self.near)
+        before = own - (start + size - 1)
+        return is_open(start, before, before, self.near, self.sinks)  # what begins later is not chosen, either
 
     def visible(self, call: RuleCall) -> Tensor:
         """[B, H, N, M]."""
