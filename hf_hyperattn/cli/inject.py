@@ -290,7 +290,7 @@ def show_layers(injection: EncoderInjection) -> None:
 
 def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None:
     """The loss of every allocation that was tried."""
-    print("\nTried, on the second part of each text:")
+    print(f"\nTried on the second part of each text ({'1 - cosine' if is_encoder else 'rise of perplexity'}):")
     rows = [
         [str(len(a.sparse)), f"{a.pairs:.1%}", *(loss_text(x, is_encoder) for x in losses.values())]
         for a, losses in tried
@@ -300,7 +300,7 @@ def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None
 
 def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
     """The table before and after, on the third part of each text."""
-    print("\nHeld-out text, before and after:")
+    print(f"\nHeld-out text, before and after{'' if is_encoder else ' (perplexity of texts and of answers)'}:")
     unable = cannot_do(report)
     rows = [
         [f"{report['metric']}, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", loss_text(r["loss"], is_encoder)]
