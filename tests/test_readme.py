@@ -110,7 +110,8 @@ def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
     commands = build_parser()._subparsers._group_actions[0].choices
     pages = [README, *(p.read_text() for p in [ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])]
-    whole = [line.split("#")[0] for page in pages for script in blocks("bash", page) for line in script.splitlines()]
+    scripts = [script.replace("\\\n", " ") for page in pages for script in blocks("bash", page)]
+    whole = [line.split("#")[0] for script in scripts for line in script.splitlines()]
     named = [line for page in pages for line in re.findall(r"`(make [^`]+|hyperattn [^`]+)`", page)]
     words = [(shlex.split(line), line in whole) for line in whole + named if line.strip()]
     assert (["make", "demo"], False) in words and (["make", "test"], False) in words

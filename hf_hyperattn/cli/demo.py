@@ -6,6 +6,7 @@ import argparse
 import copy
 import gc
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..integration.checkpoint_files import errors_as, load_config
 from . import smollm2
 from .console import ProgressBar, output, progress, table
 from .inputs import (
+    count_threads,
     default_text,
     encode,
     positions_of,
@@ -38,15 +40,15 @@ from .inputs import (
 
 HEADER = ("attention", "perplexity", "prefill tok/s", "generate tok/s", "peak memory", "max |Δ logit|")
 ADVICE = """\
-"cone, patched in" adds the cone score behind gates that start at 0: the model is still the stock model,
-and training moves the gates. "cone, replaced" computes every attention by the cone formula, with weights
-that were trained for dot products: without training this loses the model's quality, as its perplexity and
-its text show. To keep the quality, patch and train:
-    accelerate launch recipes/finetune.py --config recipes/smollm2/cone.yaml
-and use attn_implementation="cone" for models that were trained with it.
-"hsa" ties distant keys to the means of their windows, without training. "injected": with the settings that
-were found for each head at 2,048 or 8,192 tokens; find them for your model and texts:
-    hyperattn inject MODEL --mechanism hsa --text FILE --budget 0.02 --output DIR"""
+"cone, patched in": the cone score is added behind gates that start at 0. The output is unchanged until
+training moves the gates. Train it in a clone of the repository:
+    make recipe NAME=smollm2/cone
+"cone, replaced": every layer computes the cone formula, with weights that were trained for dot products.
+Without training this loses the model's quality, as its perplexity and its text show. Use
+attn_implementation="cone" for models that were trained with it.
+"hsa": distant keys are read as means of their windows, without training. "injected" uses settings that were
+found for each head at 2,048 or 8,192 tokens. Find them for your texts:
+    hyperattn inject {model} --mechanism hsa --text FILE --output DIR"""
 HUB_ID = f"HuggingFaceTB/{smollm2.NAME}"
 STOCK, PATCHED, REPLACED = "stock (sdpa)", "cone, patched in", "cone, replaced"
 INJECTED, TIED = "hsa, injected", "hsa, defaults"
@@ -73,7 +75,7 @@ class Demo:
 
     def title(self) -> str:
         """What is measured, in two lines."""
-        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        threads = f", {count_threads()}" if self.device.type == "cpu" else ""
         return (
             f"{self.name}, float32 on {self.device}{threads}\n"
             f"Text: {self.text}, {len(self.ids):,} tokens, context {min(self.window, len(self.ids)):,}"
@@ -116,10 +118,10 @@ def run(args: argparse.Namespace) -> None:
         save(demo, args.output, hub_cards.hub_id_or_none(args.model) if args.model else HUB_ID)
     cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
     report = {"measured": demo.title(), "prompt": args.prompt, "rows": cells, "cone attention": engine}
-    output(args, report, lambda _: show(args, rows, engine))
+    output(args, report, lambda _: show(args, demo, rows, engine))
 
 
-def show(args: argparse.Namespace, rows: list[Row], engine: str) -> None:
+def show(args: argparse.Namespace, demo: Demo, rows: list[Row], engine: str) -> None:
     """The table, the texts that go on, advice, the engine, and what was saved."""
     print()
     table(HEADER, [row.cells for row in rows])
@@ -127,7 +129,7 @@ def show(args: argparse.Namespace, rows: list[Row], engine: str) -> None:
     width = max(len(row.cells[0]) for row in rows)
     for row in rows:
         print(f"  {row.cells[0].ljust(width)}  {row.text!r}")
-    print(f"\n{ADVICE}\n\ncone attention ran on {engine}")
+    print(f"\n{ADVICE.format(model=shlex.quote(demo.path))}\n\ncone attention ran on {engine}")
     if args.output is not None:
         print(f"saved, with cone patched in: {args.output}; load it after `import hf_hyperattn`, or train it further")
 

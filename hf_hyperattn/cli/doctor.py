@@ -15,6 +15,7 @@ import torch
 from .. import address, functional
 from ..engines import native
 from ..engines.cpu import library
+from .inputs import count_threads
 
 PROGRAMS = ("torch", "transformers", "accelerate", "peft", "triton")
 
@@ -43,7 +44,7 @@ def report() -> dict[str, str]:
     return {
         address.NAME: f"{address.VERSION}, in {native.PACKAGE}",
         "python": f"{platform.python_version()}, {', '.join(f'{p} {found(p)}' for p in PROGRAMS if found(p))}",
-        "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(native.levels()) or 'no levels'}",
+        "cpu": f"{platform.machine()}, {count_threads()}, {' '.join(native.levels()) or 'no levels'}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "compiler": command or "none",
         "kernels": kernels("compiled when first used" if command else "not compiled, for want of a compiler"),

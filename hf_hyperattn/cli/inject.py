@@ -23,8 +23,8 @@ from ..integration.checkpoint_files import errors_as
 from . import device_map
 from .console import progress, reported, table
 from .inject_collaborative import inject_collaborative
-from .inject_task import Task, dtype_of, prepare, results, write
-from .inputs import check_place, positions_of, quiet
+from .inject_task import PASSAGES, Task, dtype_of, prepare, results, write
+from .inputs import check_place, count_threads, positions_of, quiet
 from .smollm2 import cache_directory
 
 BUDGET, RETRIEVAL_BUDGET = 0.02, 0.05  # by default; the second of sparse alone, which no earlier script runs
@@ -46,7 +46,7 @@ SAYS_NOTHING = (
     ("cost", ("collaborative",)),
     ("allow_slower", ("collaborative", "hsa")),
 )
-RESUMED = "--resume measures no rule's loss again"
+RESUMED = "Add --resume to reuse the measurements."
 #: What costs are called where they are shown.
 CALLED = {"pairs": "the pairs", "bytes": "the cache's bytes", "time": "attention's time"}
 #: The certificate is shown for these, the defaults of `HsaConfig` but for its windows.
@@ -97,15 +97,8 @@ def inject_rules(args: argparse.Namespace) -> int:
     if task.is_encoder and has_budget and args.pairs is not None:
         raise ValueError("--budget says nothing for an encoder beside --pairs; leave out one of them")
     args.seed = args.seed or 0
-    goal = "1 - cosine" if task.is_encoder else "perplexity"
     cost = CALLED[args.cost or "pairs"]
-    percent = lambda x: f"{100 * x:.4g}%"
-    within, spent = f"{goal} within {percent(args.budget)}", f"{percent(args.pairs or 0)} of {cost}, at any loss"
-    aim = within if args.pairs is None else spent
-    aim += f", least of {cost}" if args.pairs is None and args.cost else ""
-    print(f"{Path(args.model).name}: {args.mechanism}, {aim}, {task.length:,} tokens a text, "
-          f"{'' if task.is_encoder else f'seed {args.seed}, '}{torch.get_num_threads()} threads\n"
-          f"Texts: {', '.join(task.texts[0])}", flush=True)  # fmt: skip
+    print("\n".join(describe_run(args, task)), flush=True)
     with errors_as(f"{args.model}: cannot load it"):
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
         model = device_map.load(kind, args)
@@ -131,6 +124,34 @@ def inject_rules(args: argparse.Namespace) -> int:
     report = {"asked": request | {"texts": list(task.texts[0])}, **report}
     write(args, model, dtype_of(task.config), task.tokenizer, report, results(args, report))
     return 0
+
+
+def describe_run(args: argparse.Namespace, task: Task) -> list[str]:
+    """Return the lines that say what is asked for: the model, the goal, the texts."""
+    settings = [f"mechanism {args.mechanism}", count_threads()]
+    if not task.is_encoder:
+        settings.insert(1, f"seed {args.seed}")
+    cost = CALLED[args.cost or "pairs"]
+    if args.pairs is not None:
+        goal = f"{percent(args.pairs)} of {cost}, at any loss"
+    elif task.is_encoder:
+        goal = f"fewest pairs with 1 - cosine at most {args.budget:g}"
+    else:
+        goal = f"least of {cost} with perplexity at most +{percent(args.budget)}"
+        if args.retrieval_budget is not None:
+            goal += f" and answers of retrieval tasks at most +{percent(args.retrieval_budget)}"
+    each = f"{PASSAGES} passages of {task.length:,}" if task.is_encoder else f"{task.length:,}"
+    parts = f"3 parts of {each} tokens (measure, choose, verify)"
+    return [
+        f"{Path(args.model).name}: {', '.join(settings)}",
+        f"Goal: {goal}",
+        f"Texts: {', '.join(task.texts[0])}; {parts}",
+    ]
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent, with up to four digits."""
+    return f"{100 * share:.4g} %"
 
 
 def check_task(args: argparse.Namespace, task: Task) -> None:
@@ -174,11 +195,15 @@ def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) 
         if row.get("decides", True)
     ]
     kind, name, loss = max(rows, key=lambda row: row[2] / (budgets[row[0]] or float("inf")))
-    said = loss_text(loss, is_encoder)
-    what = "held-out text" if kind == "texts" else "retrieval task"
-    return (f"{what} {name} loses {said}, more than the budget of {budgets[kind]:g}, and so with all safer candidates "
-            f"({len(report['refused'])} verified): nothing is written; use longer texts of the same kinds, or a larger "
-            f"--{'budget' if kind == 'texts' else 'retrieval-budget'}; {RESUMED}")  # fmt: skip
+    option = "--budget" if kind == "texts" else "--retrieval-budget"
+    number = (lambda x: f"{x:.4g}") if is_encoder else percent
+    count = len(report["refused"])
+    who = f"The safest of {count} candidates" if count > 1 else "The only candidate"
+    again = "" if is_encoder else f" {RESUMED}"
+    return (
+        f"Nothing written. {who} lost {number(round(loss, 4))} on {name} (budget {number(budgets[kind])}). "
+        f"Try a larger {option}, or longer texts of the same kinds.{again}"
+    )
 
 
 def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str | None:
@@ -186,11 +211,13 @@ def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str 
     before, after = (report["attention_seconds"][key] for key in ("before", "after"))  # of the same pass: of one load
     report["faster"] = faster((before, after))
     word = "faster" if report["faster"] else "NOT faster"
-    share = f"attention {after / before:.2f} of its time"
-    print(f"\nAt {report['length']:,} tokens this model is {word} than stock here ({share}); {pays.text()}.")
+    print(
+        f"\nAt {report['length']:,} tokens attention is {word} than the original model's on this machine "
+        f"({after / before:.2f}x the time). {pays.text()}"
+    )
     if report["faster"] or args.mechanism == "hsa" or args.allow_slower or args.cost == "bytes":
         return None
-    return f"nothing is written, for a model that is not faster; --allow-slower writes it; {RESUMED}"
+    return f"Nothing written, because attention is not faster. Add --allow-slower to write the model anyway. {RESUMED}"
 
 
 def loss_text(loss: float, is_encoder: bool) -> str:
@@ -263,7 +290,7 @@ def show_layers(injection: EncoderInjection) -> None:
 
 def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None:
     """The loss of every allocation that was tried."""
-    print("\nTried, on the second part of each text:")
+    print(f"\nTried on the second part of each text ({'1 - cosine' if is_encoder else 'rise of perplexity'}):")
     rows = [
         [str(len(a.sparse)), f"{a.pairs:.1%}", *(loss_text(x, is_encoder) for x in losses.values())]
         for a, losses in tried
@@ -273,24 +300,26 @@ def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None
 
 def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
     """The table before and after, on the third part of each text."""
-    print("\nHeld-out text, before and after:")
+    print(f"\nHeld-out text, before and after{'' if is_encoder else ' (perplexity of texts and of answers)'}:")
     unable = cannot_do(report)
     rows = [
         [f"{report['metric']}, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", loss_text(r["loss"], is_encoder)]
         for name, r in report["texts"].items()
     ]
     for name, r in report.get("retrieval", {}).items():
-        right = f"{r['loss']:+.2%}, right {r['exact_before']:.0%} -> {r['exact_after']:.0%}"
+        # The one answer of copying is hundreds of tokens long, and is hardly ever right as a whole.
+        of, kind = ("tokens ", "right") if name == "copying" else ("", "exact")
+        right = f"{r['loss']:+.2%}, {of}right {r[f'{kind}_before']:.0%} -> {r[f'{kind}_after']:.0%}"
         right += " *" if name in unable else ""
         rows.append([f"answers, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", right])
-    rows.append(["attended pairs", "100 %", f"{report['pairs']:.1%}", ""])
+    rows.append(["attended pairs", "100.0%", f"{report['pairs']:.1%}", ""])
     cost = report.get("cost", {"name": "pairs"})
     if cost["name"] != "pairs":
-        rows.append([f"{CALLED[cost['name']]}, of the rules alone", "100 %", f"{cost['share']:.1%}", ""])
+        rows.append([f"{CALLED[cost['name']]}, of the rules alone", "100.0%", f"{cost['share']:.1%}", ""])
     a, b = (report["attention_seconds"][key] for key in ("before", "after"))
-    rows.append(["attention, time", f"{a:.2f} s", f"{b:.2f} s", f"x {a / b:.2f}"])
+    rows.append(["attention, time", f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.2f}x the time"])
     a, b = (report["seconds"][key] for key in ("before", "after"))
-    speed = f"x {a['median'] / b['median']:.2f}, medians of {ROUNDS} in turn"
+    speed = f"{b['median'] / a['median']:.2f}x the time, medians of {ROUNDS} passes"
     rows.append(["whole model, time (range)", seconds_text(a), seconds_text(b), speed])
     memory = [f"{report['memory'][k] / 2**20:,.0f} MiB" for k in ("before", "after")]
     table(("", "before", "after", ""), [*rows, ["memory", *memory, ""]])
@@ -298,8 +327,8 @@ def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
         of = "tokens" if name == "copying" else "answers"
         share = report["retrieval"][name]["right_before" if name == "copying" else "exact_before"]
         print(
-            f"* {name} does not decide: the original model gives {share:.0%} of its {of} right, and can do the task "
-            f"from {least_right(name):.0%} on"
+            f"* {name} does not decide: the original model gets {share:.0%} of the {of} right "
+            f"({least_right(name):.0%} needed)."
         )
 
 

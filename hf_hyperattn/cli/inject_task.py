@@ -22,7 +22,7 @@ import hub_cards
 
 from ..integration.checkpoint_files import errors_as, load_config
 from . import device_map
-from .inputs import encode, prefix_of, read_text, read_tokenizer, window_of, write_checkpoint
+from .inputs import count_threads, encode, prefix_of, read_text, read_tokenizer, window_of, write_checkpoint
 
 REPORT = "hyperattn_inject.json"
 CHARACTERS = 16  # of a text are read for a token; texts have about 4
@@ -121,7 +121,7 @@ def write(
     """
     args.report = report
     if args.output is None:
-        print("\nnothing is written: no --output")
+        print("\nNothing written: no --output was given.")
         return
     base, save = hub_cards.hub_id_or_none(args.model), partial(device_map.save, model, dtype)
     write_checkpoint(args.output, save, tokenizer, {REPORT: report}, base_model=base, results=results)
@@ -148,7 +148,7 @@ def circumstances(args: argparse.Namespace, *programs: str) -> dict[str, Any]:
     """How and where something was measured."""
     return {
         "command": public_command(args),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {count_threads()}",
         "versions": {name: version(name) for name in programs},
         "date": datetime.date.today().isoformat(),
     }

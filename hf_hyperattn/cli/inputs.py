@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub import list_repo_files, try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedConfig
@@ -27,6 +28,12 @@ TOKENIZER = re.compile(
 )
 #: Below this many tokens a perplexity says nothing.
 MIN_TOKENS = 32
+
+
+def count_threads() -> str:
+    """Return the number of torch's threads, in words."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def quiet() -> None:

@@ -149,7 +149,7 @@ class Injection(ABC):
             if accepted:
                 break
             self.rejected.append((self.allocation, losses))
-            progress.describe(f"held-out text refuses {self.allocation.pairs:.1%} of the pairs")
+            progress.describe(f"on held-out text {self.allocation.pairs:.1%} of the pairs exceed a budget")
         pair = lambda before, after: {"before": before, "after": after}
         return {
             "metric": self.metric,

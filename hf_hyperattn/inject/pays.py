@@ -36,8 +36,8 @@ class Pays:
         """As a sentence."""
         longest = max(self.seconds)
         if self.start is None:
-            return f"attention is not faster than stock at any length timed, up to {longest:,} tokens"
-        return f"attention is faster than stock from {self.start:,} tokens on (timed up to {longest:,})"
+            return f"It is not faster at any length timed, up to {longest:,} tokens."
+        return f"It is faster from {self.start:,} tokens on (timed up to {longest:,})."
 
 
 def pays_from(model: PreTrainedModel, ids: Tensor, longest: int | None = None) -> Pays:

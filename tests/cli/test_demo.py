@@ -54,7 +54,7 @@ def losses(folder, attention: str, ids: list[int], window: int) -> float:
 def test_rows_are_what_the_model_does(capsys, model, text):
     code, out, err = demo(capsys, "--model", model, "--text", text, *ARGUMENTS)
     assert code == 0
-    assert out.startswith(f"{model.name}, float32 on cpu, 1 threads\nText: fox.txt, 100 tokens, context 40\n")
+    assert out.startswith(f"{model.name}, float32 on cpu, 1 thread\nText: fox.txt, 100 tokens, context 40\n")
     rows = shown(out)
     assert list(rows) == ["stock (sdpa)", "cone, patched in", "cone, replaced", "hsa, defaults"]
     ids = tiny.tokenizer()(TEXT).input_ids[:100]

@@ -191,7 +191,7 @@ def test_it_measures_chooses_verifies_and_writes(capsys, folder, tmp_path):
     assert "verifying on held-out text" in err
     report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
     assert 0 < report["pairs"] < 1
-    assert re.search(rf"attended pairs +100 % +{report['pairs']:.1%}", out)
+    assert re.search(rf"attended pairs +100.0% +{report['pairs']:.1%}", out)
     card = (tmp_path / "out" / "README.md").read_text()
     texts = "one.txt two.txt"
     run = f"hyperattn inject model --mechanism hsa --length 192 --rows 32 --text {texts} --output out --budget 0.5"

@@ -91,7 +91,7 @@ def test_texts_are_fitted_and_measured(capsys, folder, tmp_path, kind):
 def test_without_output_nothing_is_written(capsys, folder):
     there = sorted(folder.rglob("*"))
     code, out, _ = inject(capsys, folder / "gpt2", "--rank", 8)
-    assert code == 0 and "nothing is written" in out and sorted(folder.rglob("*")) == there
+    assert code == 0 and "Nothing written" in out and sorted(folder.rglob("*")) == there
 
 
 @pytest.mark.parametrize(
