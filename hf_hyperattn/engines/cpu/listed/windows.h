@@ -359,16 +359,19 @@ class WindowTile {
     chosen_.resize(top);
   }
 
-  // What was laid open and stays closed; any other is written over.
+  // What was laid open and stays closed.
   void keep_closed(Opened& opened) const {
-    int64_t held = opened.count;
-    for (int32_t i = 0; laid_.count && i < here_.count; ++i) {
-      opened.rows[held] = here_.ids[i];
-      opened.logits[held] = here_.scores[i] + bias_;  // never a single token: the caller sees to it
-      held += here_.standing[i] == Candidates::kLaid;
+    int32_t* rows = opened.rows.data() + opened.count;
+    int32_t* logits = reinterpret_cast<int32_t*>(opened.logits.data()) + opened.count;
+    for (int32_t i = 0; laid_.count && i < here_.count; i += kLanes) {
+      const Ints there = lane_numbers() < here_.count - i;
+      const Ints stays = there & (load(here_.standing.data() + i) == Candidates::kLaid);
+      rows = keep(load(here_.ids.data() + i), stays, rows);
+      // never a single token, which has no bias: the caller sees to it
+      logits = keep(as_bits(load(here_.scores.data() + i) + bias_), stays, logits);
     }
-    opened.count = held;
-    opened.ends.push_back(held);
+    opened.count = rows - opened.rows.data();
+    opened.ends.push_back(opened.count);
   }
 
   // Lists the children of the `count` chosen blocks of `level` in `laid_`, with their scores.
