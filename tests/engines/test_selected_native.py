@@ -66,7 +66,7 @@ def visible(rules, chosen, queries, keys, offset, start, stop):
     return torch.stack(seen)
 
 
-def defined(q, k, v, rules, chosen, offset, spans):
+def defined(q, k, v, rules, chosen, offset, spans, softcap=None, window=None, sinks=None, bias=None):
     """The definition in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
@@ -74,9 +74,17 @@ def defined(q, k, v, rules, chosen, offset, spans):
     pages = chosen.of_heads()
     spans = enumerate(zip(*spans, strict=True))
     mask = torch.stack([visible(rules, [of[b] for of in pages], *lengths, *span) for b, span in spans])
-    logits = (q.double() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+    if window is not None:
+        mask = mask & (torch.arange(k.shape[2]) > torch.arange(q.shape[2])[:, None] + offset - window)
+    logits = q.double() @ k.mT * q.shape[-1] ** -0.5
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits if bias is None else logits + bias.double()[:, :, None]
+    logits = logits.masked_fill(~mask, float("-inf"))
     some = mask.any(-1, keepdim=True)
-    return torch.where(some, logits, 0.0).softmax(-1).where(some, torch.zeros(())) @ v
+    logits = torch.where(some, logits, 0.0)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)], -1)
+    return torch.where(some, logits.softmax(-1)[..., : k.shape[2]], 0.0) @ v
 
 
 def inputs(name, rules=RULES, kv_heads=2, round_numbers=False, alike=False):
@@ -345,7 +353,9 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_operator_is_registered_as_one():
     q, k, v, rules, chosen, offset, spans = inputs("later")
-    arguments = q, k, v, chosen.rows, [n for rule in rules for n in rule], [*spans[0], *spans[1]], offset, 0.1
+    flat = [n for rule in rules for n in rule]
+    bias = torch.randn(len(q), len(rules), k.shape[2])
+    arguments = q, k, v, chosen.rows, flat, [*spans[0], *spans[1]], offset, 0.1, 2.0, 30, torch.randn(len(rules)), bias
     torch.library.opcheck(forward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -357,3 +367,53 @@ def test_other_instruction_sets(level):
     command = [sys.executable, "-m", "pytest", __file__, *names]
     done = subprocess.run(command, env={**os.environ, "HF_HYPERATTN_NATIVE": level}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+EXTRAS = {
+    "softcap": {"softcap": 1.5},
+    "window": {"window": 25},
+    "small window": {"window": 3},
+    "sinks": {"sinks": True},
+    "bias": {"bias": True},
+    "all": {"softcap": 4.0, "window": 40, "sinks": True, "bias": True},
+}
+
+
+@pytest.mark.parametrize("extras", EXTRAS.values(), ids=EXTRAS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_softcap_window_sinks_and_bias(name, extras):
+    torch.manual_seed(8)
+    q, k, v, rules, chosen, offset, spans = inputs(name)
+    extras = dict(extras)
+    leaves = [q, k, v]
+    if "sinks" in extras:
+        extras["sinks"] = torch.randn(len(rules))
+        leaves.append(extras["sinks"])
+    if "bias" in extras:
+        extras["bias"] = 2 * torch.randn(len(q), len(rules), k.shape[2])
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset, **extras)
+    want = defined(q, k, v, rules, chosen, offset, spans, **extras)
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    weights = torch.randn_like(out)
+    found = torch.autograd.grad((out * weights).sum(), leaves)
+    wanted = torch.autograd.grad((want * weights).sum(), leaves)
+    for got, of in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, of, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [5, 30, 64])
+def test_pages_beyond_the_window_are_no_candidates(window):
+    torch.manual_seed(9)
+    q, k = torch.randn(1, len(CHOOSING), 90, 16), torch.randn(1, 2, 90, 16)
+    lists = chosen_pages(q, k, CHOOSING, window=window).of_heads()
+    for rule, pages in zip(CHOOSING, lists, strict=True):
+        for chunk, of in enumerate(pages[0].tolist()):
+            chosen = [page for page in of if page >= 0]
+            end = (chunk + 1) * rule.chunk
+            assert all(page * rule.page >= end - window for page in chosen)
+            opening = max(0, chunk * rule.chunk - rule.near + 1) // (rule.page or 1)
+            least = max(rule.sinks // (rule.page or 1), -(-max(0, end - window) // (rule.page or 1)))
+            if rule.page and chunk * rule.chunk < 90:
+                assert len(chosen) == min(rule.top, max(0, opening - least))

@@ -148,7 +148,7 @@ def test_fewer_keys_than_queries(keys, runs):
     [
         {"dropout_p": 0.1},
         {"attn_mask": torch.eye(60).roll(-20, 1) == 0},
-        {"attn_mask": torch.zeros(60, 60)},
+        {"attn_mask": torch.full((60, 60), 0.1)},
         {"backend": "sdpa"},
     ],
     ids=("dropout", "bool mask", "added mask", "backend"),
@@ -157,6 +157,52 @@ def test_other_calls_go_by_masks(call, runs):
     q, k, v = (torch.randn(1, 6, 60, 8) for _ in range(3))
     sparse_attention(q, k, v, is_causal=True, rules=RULES, **call)
     assert runs == [False]
+
+
+def test_an_added_mask_of_zeros_is_served(runs):
+    q, k, v = (torch.randn(1, 6, 60, 8) for _ in range(3))
+    found = [sparse_attention(q, k, v, m, is_causal=True, rules=RULES) for m in (torch.zeros(60, 60), None)]
+    assert runs == [True, True] and torch.equal(*found)
+
+
+SIZES = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+GROUPED = SIZES | dict(num_key_value_heads=2, head_dim=16, sliding_window=12)
+#: Hosts with softcaps, sliding windows, sinks and position biases.
+HOSTS = {
+    "softcap and windows": lambda hf: hf.Gemma2Config(**GROUPED, attn_logit_softcapping=1.0),
+    "windows": lambda hf: hf.MistralConfig(**GROUPED),
+    "sinks and windows": lambda hf: hf.GptOssConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1),
+    "position bias": lambda hf: hf.MptConfig(d_model=64, n_layers=2, n_heads=4, vocab_size=64, max_seq_len=128),
+    "alibi": lambda hf: hf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=64),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
+def test_hosts_with_more_than_products(host, padded, runs):
+    """By the kernel, what `reference` gives by masks, in one call and in steps, also where windows hide most keys."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(host(hf)).eval()
+    rules = [Pages(near=4, page=4, top=2), Window(near=6, sinks=2), Exact(), Pages(near=3, page=1, top=4)]
+    ha.patch_model(model, ha.SparseConfig(rules), mode="replace")
+    ids, mask = torch.randint(1, 64, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    mask[1, : 7 if padded else 0] = 0
+    found = []
+    with torch.no_grad():
+        for backend in ("auto", "reference"):
+            ha.set_backend(model, backend)
+            found.append(model(ids, attention_mask=mask).logits * mask[..., None])
+        assert runs == [True] * 2 + [False] * 2
+        ha.set_backend(model, "auto")
+        first = model(ids[:, :30], attention_mask=mask[:, :30], use_cache=True)
+        steps, past = [first.logits], first.past_key_values
+        for i in range(30, 40):
+            call = model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=past, use_cache=True)
+            steps.append(call.logits)
+    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(steps, 1) * mask[..., None], found[1], atol=2e-5, rtol=0)
 
 
 def model_of(rules):

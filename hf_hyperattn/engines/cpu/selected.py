@@ -18,7 +18,7 @@ from .kernels import chunks_of
 
 #: `struct Selected`, `struct SelectedGradients`, `struct Choice`, `struct Matrix` and `struct Summaries` of
 #: listed/blocks.h, listed/backward.h, listed/choice.h and call.h.
-SELECTED = struct.Struct("7q P3q P3q P3q 3q P P q 2P f 2P")
+SELECTED = struct.Struct("7q P3q P3q P3q 3q P P q 2P 2f q P P3q 2P")
 GRADIENTS = struct.Struct("2P q 2P")
 CHOICE = struct.Struct("q 2P")
 MATRIX = struct.Struct("P3q")
@@ -90,9 +90,13 @@ def _longs(values: Sequence[int]):
 
 def pack(
     tensors: Sequence[Tensor], chosen: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, scale: float,
-    out: Tensor, lse: Tensor, earlier: int = 0,
+    out: Tensor, lse: Tensor, earlier: int = 0, softcap: float = 0.0, window: int = 0, sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[bytes, list]:  # fmt: skip
     """`struct Selected`, and what must live as long as it."""
+    sinks = None if sinks is None else sinks.float().contiguous()
+    bias = None if bias is None else _rows(bias.float())
+    of_bias = (0, 0, 0, 0) if bias is None else (bias.data_ptr(), *bias.stride())
     query, key, value = tensors
     heads, at, numbers = _rules_of(rules), 0, []
     for rule, (chunks, most) in zip(heads, shapes_of_choice(heads, query.shape[2] - earlier, key.shape[2])):
@@ -104,20 +108,22 @@ def pack(
     call = SELECTED.pack(
         *query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3], *matrices,
         query.dtype != torch.float32, offset, torch.get_num_threads(), rules_at, chosen.data_ptr(), chosen.shape[1],
-        starts, stops, scale, out.data_ptr(), lse.data_ptr(),
+        starts, stops, scale, softcap, window, 0 if sinks is None else sinks.data_ptr(), *of_bias,
+        out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
-    return call, [arrays, tensors, chosen]
+    return call, [arrays, tensors, chosen, sinks, bias]
 
 
 def compute(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, rules: Sequence[int], spans: Sequence[int],
-    offset: int, scale: float,
+    offset: int, scale: float, softcap: float, window: int, sinks: Tensor | None, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [B, H, N, dv] in float32; of each row the largest logit and 1 over its sum of weights, [2, B, H, N]."""
     tensors = [_rows(t) for t in (query, key, value)]
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(2, *query.shape[:3])
-    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse)
+    extras = {"softcap": softcap, "window": window, "sinks": sinks, "bias": bias}
+    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse, **extras)
     library.core().hyper_selected_forward(call)
     del alive
     return out, lse
@@ -127,7 +133,7 @@ forward = torch.library.custom_op("hf_hyperattn::selected", compute, mutates_arg
 
 
 @forward.register_fake
-def _(query, key, value, chosen, rules, spans, offset, scale):
+def _(query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias):
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
     return out, out.new_empty(2, *query.shape[:3])
 
@@ -135,12 +141,14 @@ def _(query, key, value, chosen, rules, spans, offset, scale):
 @torch.library.custom_op("hf_hyperattn::selected_backward", mutates_args=())
 def gradients(
     grad: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor,
-    rules: Sequence[int], spans: Sequence[int], offset: int, scale: float,
+    rules: Sequence[int], spans: Sequence[int], offset: int, scale: float, softcap: float, window: int,
+    sinks: Tensor | None, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value, in their dtype."""
     tensors, core = [_rows(t) for t in (query, key, value)], library.core()
     grad, out, lse = grad.float().contiguous(), out.contiguous(), lse.contiguous()
-    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse)
+    extras = {"softcap": softcap, "window": window, "sinks": sinks, "bias": bias}
+    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse, **extras)
     parts = chunks_of(key.shape[0] * key.shape[1], -(-query.shape[2] // LEAST_PART))
     d_query = grad.new_empty(query.shape)
     padded = [core.hyper_padded(ctypes.c_int64(t.shape[-1])) for t in (key, value)]
@@ -155,18 +163,28 @@ def gradients(
 
 
 @gradients.register_fake
-def _(grad, out, lse, query, key, value, chosen, rules, spans, offset, scale):
+def _(grad, out, lse, query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias):
     return tuple(t.new_empty(t.shape) for t in (query, key, value))
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale = inputs
-    ctx.save_for_backward(*output, *tensors)
+    *tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale, ctx.softcap, ctx.window, sinks, bias = inputs
+    ctx.save_for_backward(*output, *tensors, sinks, bias)
 
 
 def _pullback(ctx, grad, _):
-    found = gradients(grad, *ctx.saved_tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale)
-    return *found, None, None, None, None, None
+    *saved, sinks, bias = ctx.saved_tensors
+    rest = ctx.rules, ctx.spans, ctx.offset, ctx.scale, ctx.softcap, ctx.window
+    found = gradients(grad, *saved, *rest, sinks, bias)
+    of_sinks = None if sinks is None else _gradient_of_sinks(grad, sinks, *saved[:2])
+    return *found, *[None] * 7, of_sinks, None
+
+
+def _gradient_of_sinks(grad: Tensor, sinks: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """[H]: a sink has no value, so that its weight counts with minus the output."""
+    top, share = lse  # a share of 0: padding, which sees nothing
+    weight = torch.where(share > 0, torch.exp(sinks.float()[:, None] - top) * share, 0.0)
+    return -(weight * (grad.float() * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 forward.register_autograd(_pullback, setup_context=_save)
@@ -175,14 +193,14 @@ refuse_in_operator(gradients, "backend='cpu'")
 
 def compute_choice(
     query: Tensor, key: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, earlier: int,
-    summaries: Sequence[Tensor], kept: Tensor | None = None,
+    summaries: Sequence[Tensor], kept: Tensor | None = None, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """What `chosen_pages` returns."""
     tensors = [_rows(t) for t in (query, key, key)]
     shape = _choice_shape(query, key.shape[2], rules, earlier)
     chosen = query.new_empty(shape, dtype=torch.int32) if kept is None else kept.clone()
     out = query.new_empty(0, dtype=torch.float32)
-    call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out, earlier)
+    call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out, earlier, window=window)
     empty = MATRIX.pack(0, 0, 0, 0)
     of_heads = b"".join(MATRIX.pack(t.data_ptr(), *t.stride()[:3]) if t.numel() else empty for t in summaries)
     matrices = ctypes.create_string_buffer(of_heads or empty * query.shape[1])
@@ -210,7 +228,7 @@ def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) 
 
 
 @choice.register_fake
-def _(query, key, rules, spans, offset, earlier, summaries, kept=None):
+def _(query, key, rules, spans, offset, earlier, summaries, kept=None, window=0):
     return query.new_empty(_choice_shape(query, key.shape[2], rules, earlier), dtype=torch.int32)
 
 
@@ -224,6 +242,7 @@ def chosen_pages(
     earlier: int = 0,
     summaries: Sequence[Summaries | None] = (),
     kept: Lists | None = None,
+    window: int | None = None,
 ) -> Lists:
     """The pages that chunks of queries choose: of equal scores the first pages; arithmetic is float32.
 
@@ -234,6 +253,7 @@ def chosen_pages(
         summaries: of each head the pages' summaries as `page_summaries` makes them, of all pages that are complete, or
             None; none: they are made from the keys.
         kept: what this returned for an earlier query of the same chunks: heads whose rule is by `KEPT` have that.
+        window: the host's sliding window: pages of which it hides a key before the chunk ends are not chosen.
 
     Returns:
         The pages, as `selected_attention` takes them.
@@ -249,7 +269,8 @@ def chosen_pages(
     run = compute_choice if is_direct() else choice
     rows = [query.new_empty(0) if of_head is None else of_head.rows for of_head in summaries]
     known = None if kept is None else kept.rows
-    return Lists(run(query, key, _flat(rules), [*starts, *stops], offset, earlier, rows, known), shapes)
+    places = _flat(rules), [*starts, *stops], offset, earlier
+    return Lists(run(query, key, *places, rows, known, window or 0), shapes)
 
 
 @torch.no_grad()
@@ -298,6 +319,10 @@ def selected_attention(
     spans: tuple[Sequence[int], Sequence[int]] | None = None,
     offset: int = 0,
     scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Causal attention with a rule for every head.
 
@@ -309,6 +334,10 @@ def selected_attention(
         spans: of each batch element the first key that is no padding, and the end of those; positions, chunks and pages
             count from the first. None: all are keys.
         scale: of the logits; None: 1 / sqrt(d).
+        softcap: logits become softcap · tanh(logit / softcap).
+        window: the host's sliding window: a query sees no key that lies so many places before it or more.
+        sinks: [H], a logit of each head that takes part in the softmax and has no value.
+        bias: [B, H, M], added to the logits of each key, after the softcap; it gets no gradient.
 
     Returns:
         [B, H, N, dv] in the dtype of the query; 0 for queries before the first key.
@@ -327,6 +356,7 @@ def selected_attention(
     _check_spans(starts, stops, key.shape[2])
     _check_choice(chosen.rows, batch, shapes)
     scale = float(d**-0.5 if scale is None else scale)
-    run = compute if is_direct(query, key, value) else forward
-    out, _ = run(query, key, value, chosen.rows, _flat(rules), [*starts, *stops], offset, scale)
+    run = compute if is_direct(query, key, value, *(t for t in (sinks,) if t is not None)) else forward
+    extras = softcap or 0.0, window or 0, sinks, bias
+    out, _ = run(query, key, value, chosen.rows, _flat(rules), [*starts, *stops], offset, scale, *extras)
     return out.to(query.dtype)

@@ -312,6 +312,33 @@ class Reading:
                 return None
         return real.expand(self.batch, stop)
 
+    def shows_by_place(self, window: int | None) -> bool:
+        """Whether the mask shows real queries what their place does, and no more: the real keys up to their own.
+
+        A mask that is added must add 0 to these. What it says to padding does not matter.
+
+        Args:
+            window: Of these keys the last so many alone, counted with padding; None: all.
+        """
+        return self.remember(("shows by place", window), lambda: self._shows_by_place(window))
+
+    def _shows_by_place(self, window: int | None) -> bool:
+        mask, places, keys = self.given, self.places, self.keys
+        key = torch.arange(keys, device=mask.device)
+        own = torch.arange(self.queries, device=mask.device)[:, None] + places.start
+        expected = key <= own
+        shown = read_visible(mask[..., :keys])
+        shown = shown & expected if self.by_position else shown
+        expected = expected if window is None else expected & (key > own - window)
+        if places.real is not None:
+            expected = expected & places.real[:, None, None, places.dropped :].to(mask.device)
+        same = shown == expected
+        if mask.dtype != torch.bool:
+            same = same & ((mask[..., :keys] == 0) | ~shown)
+        if self.has_padded_queries:
+            same = same | (places.query_numbers < 0)[:, None, :, None].to(mask.device)
+        return bool(same.all())
+
     @property
     def has_padded_queries(self) -> bool:
         """Whether some query is padding."""

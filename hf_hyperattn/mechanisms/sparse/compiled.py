@@ -17,6 +17,7 @@ from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_hea
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, HeadRule
 from ...engines.selection import Lists, Summaries
+from ...readable import can_read
 from ..selection.cache import LayerCache
 from ..selection.places import Reading
 from .masking import ByLength, Text, masked
@@ -54,7 +55,7 @@ def attend(
     """
     heads = rules_of_call(rules, query.shape[1], query.shape[3])
     rest = [h for h, rule in enumerate(heads) if rule is None]
-    if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_plain(score, options, window):
+    if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_served(score, options):
         return None
     given = query, key, score.raw_query, score.raw_key, value
     if not all(map(selected.serves, given)):
@@ -62,7 +63,7 @@ def attend(
     last, n = text.last, query.shape[2]
     if last is None or last > key.shape[2]:  # not known, or queries after the last key
         return None
-    spans = text.reading.remember("spans", lambda: spans_of(text.reading))
+    spans = spans_of(text.reading, window)
     if spans is None or not text.reaches(n):
         return None
     # The kernel reads one dtype; under autocast rotated queries and keys are float32, and values are rounded.
@@ -74,14 +75,15 @@ def attend(
     if any(rule.page for rule in known):
         if text.before is not None:
             asking = torch.cat([text.before.to(dtype), asking], 2)
-        chosen = chosen_pages(asking, searched, known, spans, last, n, asker)
+        chosen = chosen_pages(asking, searched, known, spans, last, n, asker, window)
     out = selected.selected_attention(
-        raw_query, raw_key, values, known, chosen, spans=spans, offset=last - n, scale=score.scale
-    ).to(query.dtype)
+        raw_query, raw_key, values, known, chosen, spans=spans, offset=last - n, scale=score.scale,
+        softcap=options.softcap, window=window, sinks=options.sinks, bias=bias_of_keys(options.bias, query, key),
+    ).to(query.dtype)  # fmt: skip
     out = zero_hidden_rows(out, text.reading)
     if not rest:
         return out
-    others = by_masks(rest, query, key, score, value, options, rules, text)
+    others = by_masks(rest, query, key, score, value, options, rules, text, window)
     return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
 
 
@@ -96,8 +98,9 @@ def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
 
 
 def chosen_pages(
-    query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int, asker: str
-) -> Lists:
+    query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int, asker: str,
+    window: int | None = None,
+) -> Lists:  # fmt: skip
     """What the last `queries` choose, with what the cache that gave the keys keeps; as `selected.chosen_pages`.
 
     Args:
@@ -111,8 +114,9 @@ def chosen_pages(
 
     def choose(rules: Sequence[HeadRule], kept: Lists | None) -> Lists:
         return selected.chosen_pages(
-            query, key, rules, spans=spans, offset=offset, earlier=earlier, summaries=summaries, kept=kept
-        )
+            query, key, rules, spans=spans, offset=offset, earlier=earlier, summaries=summaries, kept=kept,
+            window=window,
+        )  # fmt: skip
 
     if cache is None or queries > 1:
         return choose(rules, None)
@@ -121,7 +125,7 @@ def chosen_pages(
 
 def by_masks(
     heads: list[int], query: Tensor, key: Tensor, score: PairScore, value: Tensor, options: Options, rules: ByLength,
-    text: Text,
+    text: Text, window: int | None,
 ) -> Tensor:  # fmt: skip
     """Some heads alone, [B, len(heads), N, dv], as `masked` has them; arguments as in `attend`."""
     every = query.shape[1]
@@ -131,8 +135,12 @@ def by_masks(
         mask = mask[:, heads]
     before = None if text.before is None else text.before[:, heads]
     rules = tuple((length, tuple((each * (every // len(each)))[h] for h in heads)) for length, each in rules)
-    options, text = replace(options, mask=mask), replace(text, before=before)
-    hidden = masked(query[:, heads], of(key), score.scale, options, rules, text)
+    sinks = None if options.sinks is None else options.sinks[heads]
+    bias = options.bias
+    if bias is not None and bias.ndim == 4 and bias.shape[1] == every:
+        bias = bias[:, heads]
+    options, text = replace(options, mask=mask, sinks=sinks, bias=bias), replace(text, before=before)
+    hidden = masked(query[:, heads], of(key), score.scale, options, rules, text, window)
     return attention(dot_score(score.raw_query[:, heads], of(score.raw_key), score.scale), of(value), hidden)[0]
 
 
@@ -156,22 +164,30 @@ def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
     return None
 
 
-def is_plain(score: PairScore, options: Options, window: int | None) -> bool:
-    """Whether a call is a softmax of products, and hides nothing but what a mask hides."""
+def is_served(score: PairScore, options: Options) -> bool:
+    """Whether a call is a softmax of products with what the kernel knows beside them.
+
+    That is a softcap, sinks, and a bias that is the same for all queries and learns nothing.
+    """
     dot = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
-    more = options.bias, options.sinks, options.softcap, options.window, options.aggregation, window
-    return dot and not options.dropout_p and all(x is None for x in more)
+    bias = options.bias
+    if bias is not None:
+        is_of_keys = bias.ndim > 1 and (bias.shape[-2] == 1 or bias.stride(-2) == 0)
+        if not is_of_keys or (bias.requires_grad and torch.is_grad_enabled()):
+            return False
+    return dot and not options.dropout_p and options.aggregation is None
 
 
-def spans_of(reading: Reading) -> Spans | None:
-    """Of each row its first key and the end of its keys; None where more is hidden than padding or dropped."""
-    places, real = reading.places, reading.places.real
-    if reading.mask is None and places.is_whole:
-        return places.spans
-    if reading.mask is None or places.dropped or reading.mask.dtype != torch.bool:
+def bias_of_keys(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """[B, H, M] of a bias that `is_served` allows."""
+    return None if bias is None else bias[..., :1, :].expand(*query.shape[:2], 1, key.shape[2])[:, :, 0]
+
+
+def spans_of(reading: Reading, window: int | None) -> Spans | None:
+    """First key and end of the keys of each row; None where the mask says more than place, padding and window."""
+    places = reading.places
+    if reading.mask is None:
+        return places.spans if places.is_whole else None
+    if places.dropped or not can_read(reading.mask) or not reading.shows_by_place(window):
         return None
-    padding, stop = reading.real_if_only_padding, reading.stop
-    if padding is None:
-        return None
-    same = bool(padding.all()) if real is None else torch.equal(padding, real[:, :stop].expand_as(padding))
-    return places.spans if same else None
+    return places.spans

@@ -49,6 +49,7 @@ class SelectedBackward {
         tile(b, kv, h, part, r, at, n);
       });
     load(b, h, row, start, rows);
+    const float* bias = c.biases(b, h);
     std::fill_n(d_queries_, rows * dim, 0.0f);
     const int64_t slot = (part * c.batch * c.kv_heads + head) * c.keys + c.starts[b];
     for (int64_t from = 0, all = blocks_.listed.size(); from < all; from += kListed) {
@@ -62,7 +63,7 @@ class SelectedBackward {
       products(queries_, dim, rows, keys, count, c.dim, dots_);
       products(grads_, wide, rows, values, count, c.value_dim, weights_);
       for (int64_t i = 0; i < count; ++i)
-        for (int64_t r = 0; r < rows; ++r) through_softmax(from + i, i, start + r, p + r, r);
+        for (int64_t r = 0; r < rows; ++r) through_softmax(from + i, i, start + r, p + r, r, bias, c.length(b));
       sums(dots_, rows, key_rows, count, dim, d_queries_, dim);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t key = blocks_.listed[from + i] * kLanes, there = std::min<int64_t>(kLanes, c.length(b) - key);
@@ -87,14 +88,16 @@ class SelectedBackward {
     }
   }
 
-  // A block of one row: from logits and gradients of weights to gradients of logits and weights.
-  void through_softmax(int64_t listed, int64_t i, int64_t at, int64_t p, int64_t r) {
+  // A block of one row: from products and gradients of weights to gradients of products and weights.
+  void through_softmax(int64_t listed, int64_t i, int64_t at, int64_t p, int64_t r, const float* bias, int64_t keys) {
     float *dot = dots_ + r * kTileKeys + i * kLanes, *weight = weights_ + r * kTileKeys + i * kLanes;
     const float top = c.lse[at], inverse = c.lse[c.batch * c.heads * c.queries + at];
-    Vec x = hyper::load(dot) - (top == -kInf ? 0.0f : top);
+    const Vec logits = logits_of(c, hyper::load(dot), nullptr, 0, 0);
+    const Vec ratio = c.softcap ? logits / c.softcap : Vec{};
+    Vec x = (bias ? logits_of(c, hyper::load(dot), bias, blocks_.listed[listed], keys) : logits) - (top == -kInf ? 0.0f : top);
     if (!blocks_.whole[listed]) x = blocks_.hidden(listed, p) ? splat(-kInf) : x;
     const Vec e = exponential<true>(smaller(x, Vec{})) * inverse;
-    store(dot, e * (hyper::load(weight) - delta_[r]));
+    store(dot, e * (hyper::load(weight) - delta_[r]) * (1.0f - ratio * ratio));
     store(weight, e);
   }
 

@@ -29,7 +29,10 @@ struct Selected {
   const int32_t* chosen;         // [B, places]: of each head [chunks, most], from that of the first query on; -1: no page
   int64_t places;
   const int64_t *starts, *stops; // [B]: the keys that are no padding; all positions count from the first of them
-  float scale;
+  float scale, softcap;          // 0: no softcap
+  int64_t window;                // of the host: a query sees no key that lies so far before it or farther; 0: none
+  const float* sinks;            // [H], logits without a value, or null
+  Matrix bias;                   // float [B, H, M], what is added to the logits of a key; null where there is none
   float* out;                    // contiguous [B, H, N, dv]
   float* lse;                    // as Call::lse, [2, B, H, N]
 
@@ -38,6 +41,9 @@ struct Selected {
   int64_t place(int64_t b, int64_t row) const { return row + offset - starts[b]; }
   int64_t first_place(int64_t b) const { return std::max<int64_t>(0, place(b, 0)); }
   int64_t blocks() const { return (keys + kLanes - 1) / kLanes; }
+  int64_t reach() const { return window ? window : Sight::kNoWindow; }
+  Running start(int64_t h) const { return sinks ? Running{sinks[h], 1.0f} : Running{}; }
+  const float* biases(int64_t b, int64_t h) const { return bias.at ? at<float>(bias, b, h, starts[b]) : nullptr; }
   const int32_t* pages(int64_t b, int64_t h, int64_t p) const {
     const Rule& rule = rules[h];
     return chosen + b * places + rule.at + (p / rule.chunk - first_place(b) / rule.chunk) * rule.most;
@@ -62,7 +68,7 @@ struct Blocks {
   std::vector<uint32_t> bits;   // of each chunk [blocks]
   std::vector<int32_t> listed;  // in order
   std::vector<uint8_t> whole;   // of each: every query sees every key
-  int64_t near = 0, limit = 0, chunks = 1, first = 0, chunk = 1, blocks;
+  int64_t near = 0, reach = 0, limit = 0, chunks = 1, first = 0, chunk = 1, blocks;
 
   explicit Blocks(int64_t n) : bits(n + 1), blocks(n + 1) { listed.reserve(n), whole.reserve(n); }
 
@@ -78,7 +84,7 @@ struct Blocks {
   int64_t list(const Selected& c, int64_t b, int64_t h, int64_t p, int64_t rows) {
     const Rule& rule = c.rules[h];
     const int64_t last = p + rows - 1;
-    near = rule.page ? 0 : rule.near, limit = c.length(b);
+    near = rule.page ? 0 : rule.near, reach = c.reach(), limit = c.length(b);
     const int64_t seen = std::clamp<int64_t>(last + 1, 0, limit), count = (seen + kLanes - 1) / kLanes;
     chunk = rule.chunk, first = p / chunk, chunks = rule.page ? last / chunk - first + 1 : 1;
     listed.clear(), whole.clear();
@@ -101,10 +107,10 @@ struct Blocks {
       uint32_t every = kAll;
       int64_t some = 0;  // chunks that see a key of it
       for (int64_t i = 0; i < chunks; ++i) every &= bits[i * blocks + block], some += bits[i * blocks + block] != 0;
-      if (!some && end <= p - near + 1) continue;
+      if ((!some && end <= p - near + 1) || end <= p - reach + 1) continue;
       all += std::max<int64_t>(some, 1);
       listed.push_back(static_cast<int32_t>(block));
-      whole.push_back(end <= std::min(p + 1, limit) && (every == kAll || begin > last - near));
+      whole.push_back(end <= std::min(p + 1, limit) && (every == kAll || begin > last - near) && begin > last - reach);
     }
     return all;
   }
@@ -120,9 +126,20 @@ struct Blocks {
     const Ints key = lane_numbers() + static_cast<int32_t>(block * kLanes);
     const Ints chosen = (powers & static_cast<int32_t>(of)) != 0;
     const Ints close = key > static_cast<int32_t>(std::max<int64_t>(p - near, -1));
-    return ~((chosen | close) & (key < static_cast<int32_t>(std::min(p + 1, limit))));
+    const Ints in_reach = key > static_cast<int32_t>(std::max<int64_t>(p - reach, -1));
+    return ~((chosen | close) & in_reach & (key < static_cast<int32_t>(std::min(p + 1, limit))));
   }
 };
+
+// From products of a query with a block of keys to logits: the softcap, then what is added to those keys. `bias` begins with
+// key 0 of the row, or is null.
+inline Vec logits_of(const Selected& c, Vec dots, const float* bias, int64_t block, int64_t keys) {
+  if (c.softcap) dots = c.softcap * hyperbolic_tangent(dots / c.softcap);
+  if (!bias) return dots;
+  float added[kLanes] = {};
+  std::copy_n(bias + block * kLanes, std::clamp<int64_t>(keys - block * kLanes, 0, kLanes), added);
+  return dots + load(added);
+}
 
 // A block of rows, of which row(i) is the address: the first numbers of the rows side by side, `step` numbers later the
 // second ones, and so on.

@@ -77,7 +77,7 @@ class ChoiceTask {
     if (chunks == 1 && rule.page == 1 && !rule.bounds) {  // nothing to make of a key, and nobody to share it with
       read(b, h, base, queries_.data());
       score_keys(b, h, pages);
-      largest_.find(scores_.data(), from, pages, rule.top, chosen);
+      largest_.find(scores_.data(), std::max(from, first_in_reach(rule, base)), pages, rule.top, chosen);
       return;
     }
     pack(b, h, pages);
@@ -88,12 +88,18 @@ class ChoiceTask {
       score(count, (seen + kLanes - 1) / kLanes);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t stop = std::min(pages, rule.opening((base + i + r) * chunk) / rule.page);
-        largest_.find(&scores_[r * step_], from, stop, rule.top, chosen + (i + r) * rule.most);
+        const int64_t begin = std::max(from, first_in_reach(rule, base + i + r));
+        largest_.find(&scores_[r * step_], begin, stop, rule.top, chosen + (i + r) * rule.most);
       }
     }
   }
 
  private:
+  // The first page that is in the host's window until a chunk ends.
+  int64_t first_in_reach(const Rule& rule, int64_t chunk) const {
+    return std::max<int64_t>(0, (chunk + 1) * rule.chunk - c.reach() + rule.page - 1) / rule.page;
+  }
+
   // Summaries of the pages, in blocks; where few channels count, each channel of all pages side by side. Those of the head
   // before where they are the same.
   void pack(int64_t b, int64_t h, int64_t pages) {

@@ -32,23 +32,27 @@ class SelectedFew {
     }
     std::fill_n(out_, group * wide, 0.0f);
     over_blocks(c.key, b, kv, c.dim, dim, [&](int64_t g, int64_t i, const float* keys, int64_t step, int64_t there) {
-      const float* query = queries_ + g * dim;
+      const float *query = queries_ + g * dim, *bias = c.biases(b, kv * group + g);
+      const auto finish = [&](float* x) { store(x, logits_of(c, load(x), bias, heads_[g].listed[i], c.length(b))); };
+      const bool is_plain = !c.softcap && !bias;
       const auto term = [&](Vec key, int64_t, int64_t e, bool) { return key * load(query + e); };
       float* to = logits_ + g * length + i * kLanes;
       const uint32_t seen = heads_[g].seen(i, p);
       if (__builtin_popcount(seen) <= kLoose) {
-        store(to, splat(-kInf));
-        return over_bits(seen, [&](int j) {
+        store(to, Vec{});
+        over_bits(seen, [&](int j) {
           Vec sum = {};
           for (int64_t e = 0; e < dim; e += kLanes) sum += load(keys + j * step + e) * load(query + e);
           to[j] = sum_of(sum);
         });
+      } else {
+        sum_rows(keys, step, there, dim, term, [](int64_t) {}, to);
       }
-      sum_rows(keys, step, there, dim, term, [](int64_t) {}, to);
+      if (!is_plain) finish(to);
       if (!heads_[g].whole[i]) store(to, heads_[g].hidden(i, p) ? splat(-kInf) : load(to));
     });
     for (int64_t g = 0; g < group; ++g) {
-      running_[g] = {};
+      running_[g] = c.start(kv * group + g);
       take(logits_ + g * length, heads_[g].listed.size() * kLanes, running_[g]);
     }
     over_blocks(c.value, b, kv, c.value_dim, wide, [&](int64_t g, int64_t i, const float* values, int64_t step, int64_t there) {

@@ -52,7 +52,8 @@ class SelectedTask {
     queries.scale = c.scale;
     copy_rows(queries, rows, 0, c.dim, c.dim, queries_);
     std::fill_n(out_, rows * wide, 0.0f);
-    std::fill_n(running_, rows, Running{});
+    std::fill_n(running_, rows, c.start(h));
+    const float* bias = c.biases(b, h);
     blocks_.list(c, b, h, p, rows);
     const float *keys[kListed], *values[kListed];
     for (int64_t from = 0, all = blocks_.listed.size(); from < all; from += kListed) {
@@ -62,8 +63,13 @@ class SelectedTask {
         keys[i] = packed_.keys(head, block), values[i] = packed_.values(head, block);
       }
       products(queries_, c.dim, rows, keys, count, c.dim, dots_);
-      for (int64_t i = 0; i < count; ++i)
+      for (int64_t i = 0; i < count; ++i) {
+        for (int64_t r = 0; r < rows && (c.softcap || bias); ++r) {
+          float* x = dots_ + r * kTileKeys + i * kLanes;
+          store(x, logits_of(c, load(x), bias, blocks_.listed[from + i], c.length(b)));
+        }
         if (!blocks_.whole[from + i]) hide(from + i, i, p, rows);
+      }
       for (int64_t r = 0; r < rows; ++r) weigh(r, count * kLanes);
       sums(dots_, rows, values, count, wide, out_, wide);
     }
@@ -106,7 +112,8 @@ class SelectedTask {
   void attend(int64_t b, int64_t h, int64_t row, int64_t rows, bool guarded) {
     auto queries = c.rows_of<T>(c.query, b, h, row);
     queries.scale = c.scale;
-    tile_.start(queries, rows);
+    tile_.start(queries, rows, true, c.start(h).top);
+    const float* bias = c.biases(b, h);
     const int64_t kv = h / c.group(), head = b * c.kv_heads + kv;
     const Listed<T> keys{at<T>(c.key, b, kv, c.starts[b]), c.key.row}, values{at<T>(c.value, b, kv, c.starts[b]), c.value.row};
     for (int64_t from = 0; from < list_.count; from += kTileKeys) {
@@ -115,6 +122,8 @@ class SelectedTask {
       const uint16_t* seen_by = list_.seen_by.data() + from;
       const Logits logits = tile_.logits_in(dots_, count);
       tile_.multiply(keys, listed, count, logits);
+      if (c.softcap) tile_.cap(logits, count, c.softcap);
+      if (bias) tile_.shift_rows(logits, listed, count, bias);
       tile_.hide(logits, seen_by, std::clamp<int64_t>(list_.whole - from, 0, count), count);
       tile_.weigh(logits, count);
       const auto add = [&](auto value) {
@@ -130,44 +139,42 @@ class SelectedTask {
   bool list_keys(int64_t b, int64_t h, int64_t p, int64_t rows) {
     const Rule& rule = c.rules[h];
     const int64_t last = p + rows - 1, seen = std::min(last + 1, c.length(b)), opening = std::min(rule.opening(last), seen);
-    const int64_t sinks = std::min(rule.sinks, opening), early = std::clamp(p + 1, opening, seen);
-    const uint16_t all = static_cast<uint16_t>((1u << rows) - 1);
+    const Sight sight{p, rows, true, c.reach()};
     const bool several = p / rule.chunk != last / rule.chunk;
-    list_.clear();
-    list_.reserve(several ? seen : sinks + rule.most * rule.page + seen - opening);
-    const auto first_of = [&](int64_t page) { return std::max(page * rule.page, rule.sinks); };
-    const auto end_of = [&](int64_t page) { return std::min((page + 1) * rule.page, opening); };
-    list_.add(0, std::min(sinks, p + 1), all);
+    const int64_t sinks = std::min(rule.sinks, opening);
+    parts_.clear(), list_.clear();
     if (several) {
       find_pages(b, h, p, rows, (opening + rule.page - 1) / rule.page);
-      for (const int64_t page : pages_)
-        if (is_whole(page, all, end_of(page), p)) list_.add(first_of(page), end_of(page), all);
+      if (rows > 1 && c.dim % kLanes == 0 && wastes(rule, sinks + seen - opening, rows)) return false;
+    }
+    list_.reserve(several ? seen : sinks + rule.most * rule.page + seen - opening);
+    const auto add = [&](int64_t first, int64_t end, uint16_t by) {  // what all see goes to the list at once
+      if (!c.window && by == sight.all() && end <= p + 1) list_.add(first, end, by);
+      else parts_.push_back({first, end, by});
+    };
+    const auto add_page = [&](int64_t page, uint16_t by) {
+      add(std::max(page * rule.page, rule.sinks), std::min((page + 1) * rule.page, opening), by);
+    };
+    add(0, sinks, sight.all());
+    if (several) {
+      for (const int64_t page : pages_) add_page(page, page_by_[page]);
     } else {
       const int32_t* pages = c.pages(b, h, p);
       for (int64_t i = 0; i < rule.most; ++i)
-        if (pages[i] >= 0) list_.add(first_of(pages[i]), end_of(pages[i]), all);
+        if (pages[i] >= 0) add_page(pages[i], sight.all());
     }
-    list_.add(opening, early, all);
-    list_.whole = list_.count;
-    add_late(p + 1, sinks, all, p);
-    if (several)
-      for (const int64_t page : pages_)
-        if (!is_whole(page, all, end_of(page), p)) add_late(first_of(page), end_of(page), page_by_[page], p);
-    add_late(early, seen, all, p);
-    if (!several || rows == 1 || c.dim % kLanes) return true;
-    int64_t pairs = 0;
-    for (int64_t j = 0; j < list_.count; ++j) pairs += std::popcount(list_.seen_by[j]);
-    return list_.count * kShared <= kWaste * pairs;
+    parts_.push_back({opening, seen, sight.all()});
+    const int64_t whole = list_.count;
+    list_.whole = whole + sight.over(parts_, [&](const Interval& keys) { list_.add(keys.first, keys.last, keys.by); });
+    return true;
   }
 
-  // Whether all queries see a page and every key of it.
-  bool is_whole(int64_t page, uint16_t all, int64_t end, int64_t p) const { return page_by_[page] == all && end <= p + 1; }
-
-  // Adds keys of which some may be later than the first query.
-  void add_late(int64_t from, int64_t end, uint16_t by, int64_t p) {
-    const int64_t late = std::clamp(p + 1, from, std::max(from, end));
-    list_.add(from, late, by);
-    for (int64_t j = late; j < end; ++j) list_.add(j, j + 1, static_cast<uint16_t>(by & (kEvery << (j - p))));
+  // Whether queries of several chunks share too little of their pages; `common` keys are seen by all of them.
+  bool wastes(const Rule& rule, int64_t common, int64_t rows) const {
+    int64_t pairs = common * rows;
+    for (const int64_t page : pages_) pairs += std::popcount(page_by_[page]) * rule.page;
+    const int64_t count = common + static_cast<int64_t>(pages_.size()) * rule.page;
+    return count * kShared > kWaste * pairs;
   }
 
   // The pages before `end` that queries of several chunks see, and of each these queries, a bit each.
@@ -190,6 +197,7 @@ class SelectedTask {
   const int64_t wide;
   QueryTile tile_;
   List list_;
+  std::vector<Interval> parts_;
   std::vector<uint16_t> page_by_;
   std::vector<int64_t> pages_;
   Blocks blocks_;

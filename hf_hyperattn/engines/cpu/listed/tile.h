@@ -32,6 +32,55 @@ struct List {
   }
 };
 
+// Rows [first, last) of a table, and the queries that may see them, a bit each.
+struct Interval {
+  int64_t first, last;
+  uint16_t by;
+};
+
+// What neighbouring queries see of a text by place, query r at `first + r`: no token after itself where attention is causal,
+// and none that lies `window` tokens before it or more.
+struct Sight {
+  int64_t first, count;
+  bool is_causal = true;
+  int64_t window = kNoWindow;
+
+  static constexpr int64_t kNoWindow = std::numeric_limits<int64_t>::max() / 2;
+
+  uint16_t all() const { return static_cast<uint16_t>((1u << count) - 1); }
+
+  // The queries that see a token which some see.
+  uint16_t of(int64_t j) const {
+    uint32_t seen = all();
+    if (is_causal && j > first) seen &= uint32_t{kEvery} << (j - first);
+    if (j + window < first + count) seen &= (1u << (j + window - first)) - 1;
+    return static_cast<uint16_t>(seen);
+  }
+
+  Interval one(int64_t j, uint16_t by) const { return {j, j + 1, static_cast<uint16_t>(by & of(j))}; }
+
+  // Calls add(tokens and the queries that see them) for what is seen of intervals; tokens that all see come first, whose number is
+  // returned.
+  template <class Add>
+  int64_t over(const std::vector<Interval>& parts, Add add) const {
+    int64_t whole = 0;
+    for (const bool is_first : {true, false})
+      for (const Interval& part : parts) {
+        const int64_t begin = std::max(part.first, first - window + 1);
+        const int64_t end = std::max(begin, is_causal ? std::min(part.last, first + count) : part.last);
+        const int64_t low = std::clamp(first + count - window, begin, end);  // from here on, and before `high`, by no query's
+        const int64_t high = is_causal ? std::clamp(first + 1, low, end) : end;  // place anything is hidden
+        if ((part.by == all()) == is_first && low < high) {
+          add(Interval{low, high, part.by});
+          whole += is_first ? high - low : 0;
+        }
+        for (int64_t j = begin; j < low && !is_first; ++j) add(one(j, part.by));
+        for (int64_t j = high; j < end && !is_first; ++j) add(one(j, part.by));
+      }
+    return whole;
+  }
+};
+
 // Where logits lie: of row j and query r at at[j · row + r · query].
 struct Logits {
   float* at;
@@ -126,6 +175,18 @@ class QueryTile {
     }
     for (int64_t r = 0; r < count_; ++r)
       for (int64_t j = from; j < to; ++j) x.at[r * x.query + j] += by;
+  }
+
+  // Adds to the logits of each row a number of its own, by[its place in the table].
+  void shift_rows(Logits x, const int32_t* rows, int64_t count, const float* by) const {
+    for (int64_t j = 0; j < count; ++j)
+      if (by[rows[j]] != 0) shift(x, j, j + 1, by[rows[j]]);
+  }
+
+  // Logits x become cap · tanh(x / cap).
+  void cap(Logits x, int64_t count, float cap) const {
+    for (int64_t i = 0; i < (few_ ? count_ * x.query : count * kShared); i += kLanes)
+      store(x.at + i, cap * hyperbolic_tangent(load(x.at + i) / cap));
   }
 
   // Logits of rows [from, to) become -inf for the queries that do not see them.

@@ -101,12 +101,7 @@ class WindowTile {
   }
 
  protected:
-  // Rows [first, last) of a level, and the queries that see them, a bit each.
-  struct Interval {
-    int64_t first, last;
-    uint16_t by;
-  };
-  // The same of closed blocks, which stand in the shared list from `row` on.
+  // Closed blocks [first, last) of a level and the queries that see them; they stand in the shared list from `row` on.
   struct Run {
     int64_t level, first, last;
     uint16_t by;
@@ -265,20 +260,12 @@ class WindowTile {
     ends_.push_back(closed_.count);
   }
 
-  // The tokens near by and the first ones, those that all queries see before the others.
+  // The tokens near by and the first ones.
   void list_tokens() {
     plain_.clear();
     find_standing(0);
-    for (const bool whole : {true, false}) {
-      for (const Interval& part : standing_) {
-        const int64_t end = c.is_causal ? std::min(part.last, first_ + count_) : part.last;
-        const int64_t late = c.is_causal ? std::clamp(first_ + 1, part.first, std::max(part.first, end)) : end;
-        if ((part.by == all()) == whole && part.first < late) add_rows(plain_, 0, {part.first, late, part.by});
-        for (int64_t i = late; i < end && !whole; ++i)
-          add_rows(plain_, 0, {i, i + 1, static_cast<uint16_t>(part.by & (kEvery << (i - first_)))});
-      }
-      if (whole) plain_.whole = plain_.count;
-    }
+    const Sight sight{first_, count_, c.is_causal != 0};
+    plain_.whole = sight.over(standing_, [&](const Interval& tokens) { add_rows(plain_, 0, tokens); });
   }
 
   // Adds rows to a list, by where they lie in a table of which some rows are gone.
