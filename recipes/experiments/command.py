@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         f"  queue      {', '.join(QUEUE)}:\n             one run at a time on one core, niced; goes on where it "
         f"stopped. Paused between two steps while\n             {PAUSE.relative_to(PAUSE.parents[1])} exists, or by "
         "`kill -USR1 PID` until `kill -USR2 PID`\n"
-        "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
+        "  draw       tables and plots of all pages in docs/ that have experiments, from the results;\n"
+        "             and the maps of docs/selection.md",
     )
     parser.add_argument("what", choices=[*ALL, CLASSIFIER, "all", "queue", "draw"])
     parser.add_argument("--minutes", type=float, help="start no run after this long; the same command goes on")
@@ -126,6 +127,7 @@ def act(args: argparse.Namespace) -> int:
         draw()
         for page in PAGES:
             importlib.import_module(f"experiments.{page}_tables").draw()
+        importlib.import_module("experiments.selection_maps").draw()
         return 0
     if args.what == "queue":
         from .queue import main as queue

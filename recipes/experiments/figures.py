@@ -23,6 +23,7 @@ matplotlib.rcParams.update(
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.color": "0.9",
+        "hatch.linewidth": 0.4,
         "legend.frameon": False,
         "figure.facecolor": "white",
     }
