@@ -122,7 +122,8 @@ def over_windows(pick: random.Random, seed: int) -> str:
     while len(sizes) < 4 and pick.random() < 0.6:
         sizes.append(sizes[-1] * pick.randint(2, 6))
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
-    leaves = [draw_leaf(*shape) for shape in shapes]
+    tokens = torch.float32 if pick.random() < 0.6 else torch.bfloat16
+    leaves = [draw_leaf(*shape, dtype=tokens) for shape in shapes]
     mask = None
     if pick.random() < 0.3:  # padding, on either side
         seen, kept = torch.arange(keys), pick.randint(1, keys)
@@ -140,7 +141,7 @@ def over_windows(pick: random.Random, seed: int) -> str:
     dtype = pick.choice((torch.float32, torch.bfloat16, torch.float16))
     if batch and causal and mask is None:
         over_kept_windows(pick, [t.detach() for t in leaves], dtype, settings)
-    return f"{shapes} causal={causal} mask={mask is not None} kept={dtype} {settings}"
+    return f"{shapes} {tokens} causal={causal} mask={mask is not None} kept={dtype} {settings}"
 
 
 def over_kept_windows(pick: random.Random, inputs: list[Tensor], dtype: torch.dtype, settings: dict) -> None:
@@ -153,6 +154,7 @@ def over_kept_windows(pick: random.Random, inputs: list[Tensor], dtype: torch.dt
     )
     rule = {name: value for name, value in settings.items() if name != "hierarchy"}
     how = {"is_causal": True, "offset": tokens[0].shape[2] - query.shape[2], "backend": "native"}
+    query = laid_out(query.to(pick.choice((torch.float32, dtype))), pick)
     with torch.no_grad():
         out, _ = attend_levels(query, Levels(sizes, keys, values), **rule, **how)
     assert not out.isnan().any()
@@ -192,11 +194,19 @@ def by_rules(pick: random.Random, seed: int) -> str:
     leaves = [draw_leaf(*shape, dtype=dtype) for shape in shapes]
     q, k, v = (laid_out(t, pick) for t in leaves)
     earlier = pick.randint(0, queries - 1)
-    chosen = chosen_pages(q, k, rules, spans=spans, offset=offset, earlier=earlier)
-    out = selected_attention(q[:, :, earlier:], k, v, rules, chosen, spans=spans, offset=offset + earlier)
+    window = pick.randint(1, 700) if pick.random() < 0.3 else None
+    chosen = chosen_pages(q, k, rules, spans=spans, offset=offset, earlier=earlier, window=window)
+    extras: dict = {"window": window, "softcap": pick.choice((None, None, 0.5, 30.0))}
+    if pick.random() < 0.3:
+        extras["sinks"] = draw_leaf(heads)
+        leaves.append(extras["sinks"])
+    if pick.random() < 0.3:
+        extras["bias"] = laid_out(torch.randn(batch, heads, keys, dtype=torch.float32), pick)
+    places = {"spans": spans, "offset": offset + earlier}
+    out = selected_attention(q[:, :, earlier:], k, v, rules, chosen, **places, **extras)
     assert not out.isnan().any()
     torch.autograd.grad(out.float().sum(), leaves, allow_unused=True)
-    return f"{shapes} {dtype} spans={spans} earlier={earlier} {rules}"
+    return f"{shapes} {dtype} spans={spans} earlier={earlier} {rules} {list(extras)}"
 
 
 KERNELS = {
