@@ -1,7 +1,7 @@
 """Sparse attention by the compiled kernel (engines/cpu/selected.py), which computes the visible pairs alone.
 
 It takes heads that are exact, have a window, or choose pages, of calls whose masks hide padding, later tokens, and what
-lies outside the host's sliding window. Everything else goes the way of masks, with the same result: other heads beside those that it takes, and other calls.
+lies outside the host's sliding window. Other heads and other calls go by masks, with the same result.
 """
 
 from __future__ import annotations

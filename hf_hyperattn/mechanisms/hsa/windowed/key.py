@@ -1,8 +1,8 @@
 """Key-tied attention (docs/hsa.md; arXiv 2509.15448), by the way that serves a call.
 
-Two ways agree, forward and backward. The compiled kernel (native.py, engines/cpu/listed) pools keys and values over windows once
-and reads what is in each query's cover, in float32 on the CPU; means of earlier windows may come from a cache. All
-else, other trees, masks, devices and dtypes, goes through plain torch (tree/key.py).
+Two ways agree, forward and backward. The compiled kernel (native.py, engines/cpu/listed) computes means of keys and values
+over windows once, and each query reads those that it attends to; means of earlier windows may come from a cache. Other
+trees, masks, devices and dtypes go through plain torch (tree/key.py).
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def _serves(query: Tensor, backend: str) -> bool:
     serves = backend in ("auto", "native") and native.serves(query)
     if backend == "native" and not serves:
         raise ValueError(
-            f"backend='native' cannot compute {query.dtype} on {query.device} here; allowed: float32, bfloat16 and float16 on the CPU, "
-            "with a C++ compiler installed; use backend='auto'"
+            f"backend='native' cannot compute {query.dtype} on {query.device} here; allowed: float32, bfloat16 and "
+            "float16 on the CPU, with a C++ compiler installed; use backend='auto'"
         )
     return serves
 
