@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +100,16 @@ def bfloat16_products() -> str | None:
 def core_is_ready() -> bool:
     """Whether the engine is there, or can be built now. A constant while a call is traced."""
     return core() is not None
+
+
+def longs(values: Sequence[int]) -> Any:
+    """Return an array of int64 that a kernel reads; it may be shared, so that nobody writes to it."""
+    return _longs(tuple(values))
+
+
+@lru_cache(maxsize=512)
+def _longs(values: tuple[int, ...]) -> Any:
+    return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
 def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,32 +61,56 @@ BY = ("own", "first", "previous", "chunk")
 KEPT = len(BY)
 
 
-def serves(query: Tensor) -> bool:
-    """Whether the compiled kernel can compute a call with this query."""
-    suitable = query.dtype in (torch.float32, torch.bfloat16) and query.device.type == "cpu" and can_read(query)
-    return suitable and not is_transformed() and library.core_is_ready()
+def serves(*tensors: Tensor) -> bool:
+    """Whether the compiled kernel can compute a call with these queries, keys and values."""
+    suitable = all(t.dtype in (torch.float32, torch.bfloat16) and t.device.type == "cpu" for t in tensors)
+    return suitable and can_read(*tensors) and not is_transformed() and library.core_is_ready()
 
 
-def _flat(rules: Sequence[HeadRule]) -> list[int]:
-    return [number for rule in rules for number in rule]
+class Layout(NamedTuple):
+    """The rules of all heads as the kernel reads them.
+
+    Args:
+        rules: `struct Rule` of each head.
+        shapes: of each head, how many chunks the queries lie in at most, and how many pages a chunk chooses at most.
+        places: how many numbers the chosen pages of a row take.
+    """
+
+    rules: Any
+    shapes: tuple[tuple[int, int], ...]
+    places: int
 
 
-def _rules_of(numbers: Sequence[int]) -> list[HeadRule]:
-    width = len(HeadRule._fields)
-    return [HeadRule(*numbers[i : i + width]) for i in range(0, len(numbers), width)]
+def layout_of(rules: Sequence[int], queries: int, keys: int) -> Layout:
+    """The layout of these heads' rules, `HeadRule`s one after the other, for a call with so many queries and keys."""
+    width, shapes = len(HeadRule._fields), []
+    for i in range(0, len(rules), width):
+        rule = HeadRule(*rules[i : i + width])
+        shapes.append((queries // rule.chunk + 2, min(rule.top, keys // rule.page)) if rule.page else (0, 0))
+    return _layout(tuple(rules), tuple(shapes))
 
 
-def shapes_of_choice(rules: Sequence[HeadRule], queries: int, keys: int) -> list[tuple[int, int]]:
-    """Of each head, how many chunks `queries` lie in at most, and how many pages a chunk chooses at most."""
-    return [(queries // r.chunk + 2, min(r.top, keys // r.page)) if r.page else (0, 0) for r in rules]
+@lru_cache(maxsize=512)  # of each layer one; longer texts have the same shapes
+def _layout(rules: tuple[int, ...], shapes: tuple[tuple[int, int], ...]) -> Layout:
+    numbers, places, width = [], 0, len(HeadRule._fields)
+    for i, (chunks, most) in enumerate(shapes):
+        numbers += [*rules[i * width : (i + 1) * width], places, most]
+        places += chunks * most
+    return Layout(library.longs(numbers), shapes, places)
+
+
+@lru_cache(maxsize=512)
+def _flat(rules: tuple[HeadRule, ...]) -> tuple[int, ...]:
+    return tuple(number for rule in rules for number in rule)
+
+
+def shapes_of_choice(rules: Sequence[HeadRule], queries: int, keys: int) -> tuple[tuple[int, int], ...]:
+    """`Layout.shapes` of these rules."""
+    return layout_of(_flat(tuple(rules)), queries, keys).shapes
 
 
 def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _longs(values: Sequence[int]):
-    return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
 def pack(
@@ -98,12 +123,9 @@ def pack(
     bias = None if bias is None else _rows(bias.float())
     of_bias = (0, 0, 0, 0) if bias is None else (bias.data_ptr(), *bias.stride())
     query, key, value = tensors
-    heads, at, numbers = _rules_of(rules), 0, []
-    for rule, (chunks, most) in zip(heads, shapes_of_choice(heads, query.shape[2] - earlier, key.shape[2])):
-        numbers += [*rule, at, most]
-        at += chunks * most
+    layout = layout_of(rules, query.shape[2] - earlier, key.shape[2])
     batch, matrices = query.shape[0], [n for t in tensors for n in (t.data_ptr(), *t.stride()[:3])]
-    arrays = _longs(numbers), _longs(spans[:batch]), _longs(spans[batch:])
+    arrays = layout.rules, library.longs(spans[:batch]), library.longs(spans[batch:])
     rules_at, starts, stops = map(ctypes.addressof, arrays)
     call = SELECTED.pack(
         *query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3], *matrices,
@@ -223,8 +245,7 @@ def is_direct(*tensors: Tensor) -> bool:
 
 
 def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int]:
-    shapes = shapes_of_choice(_rules_of(rules), query.shape[2] - earlier, keys)
-    return query.shape[0], sum(chunks * most for chunks, most in shapes)
+    return query.shape[0], layout_of(rules, query.shape[2] - earlier, keys).places
 
 
 @choice.register_fake
@@ -260,17 +281,18 @@ def chosen_pages(
     """
     starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
     _check_spans(starts, stops, key.shape[2])
-    shapes = shapes_of_choice(rules, query.shape[2] - earlier, key.shape[2])
+    flat = _flat(tuple(rules))
+    layout = layout_of(flat, query.shape[2] - earlier, key.shape[2])
     if kept is not None:
-        _check_choice(kept.rows, len(query), shapes)
+        _check_choice(kept.rows, len(query), layout)
     elif any(rule.by == KEPT for rule in rules):
         raise ValueError("selected attention: a head's choice is said to be kept; give kept")
     query, key = query.detach(), key.detach()
     run = compute_choice if is_direct() else choice
     rows = [query.new_empty(0) if of_head is None else of_head.rows for of_head in summaries]
     known = None if kept is None else kept.rows
-    places = _flat(rules), [*starts, *stops], offset, earlier
-    return Lists(run(query, key, *places, rows, known, window or 0), shapes)
+    places = flat, [*starts, *stops], offset, earlier
+    return Lists(run(query, key, *places, rows, known, window or 0), layout.shapes)
 
 
 @torch.no_grad()
@@ -286,7 +308,7 @@ def page_summaries(
         starts: of each row its first key. begin, end: of each row the pages that are written, all of them complete.
     """
     key = _rows(key)
-    arrays = _longs(starts), _longs(begin), _longs(end)
+    arrays = library.longs(starts), library.longs(begin), library.longs(end)
     call = SUMMARIES.pack(
         key.data_ptr(), *key.stride()[:3], out.data_ptr(), *out.stride()[:3], key.dtype != torch.float32,
         *key.shape[:2], key.shape[3], page, bounds, torch.get_num_threads(), *map(ctypes.addressof, arrays),
@@ -294,8 +316,8 @@ def page_summaries(
     library.core().hyper_page_summaries(call)
 
 
-def _check_choice(chosen: Tensor, batch: int, shapes: Sequence[tuple[int, int]]) -> None:
-    shape = batch, sum(chunks * most for chunks, most in shapes)
+def _check_choice(chosen: Tensor, batch: int, layout: Layout) -> None:
+    shape = batch, layout.places
     if chosen.shape != shape or chosen.dtype != torch.int32:
         raise ValueError(
             f"selected attention: chosen is {chosen.dtype} {list(chosen.shape)} where these queries and rules have"
@@ -348,15 +370,15 @@ def selected_attention(
     batch, heads, n, d = query.shape
     if len(rules) != heads:
         raise ValueError(f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head")
-    shapes = shapes_of_choice(rules, n, key.shape[2])
+    flat = _flat(tuple(rules))
+    layout = layout_of(flat, n, key.shape[2])
     if chosen is None:
-        places = sum(chunks * most for chunks, most in shapes)
-        chosen = Lists(query.new_full((batch, places), -1, dtype=torch.int32), shapes)
+        chosen = Lists(query.new_full((batch, layout.places), -1, dtype=torch.int32), layout.shapes)
     starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
     _check_spans(starts, stops, key.shape[2])
-    _check_choice(chosen.rows, batch, shapes)
+    _check_choice(chosen.rows, batch, layout)
     scale = float(d**-0.5 if scale is None else scale)
     run = compute if is_direct(query, key, value, *(t for t in (sinks,) if t is not None)) else forward
     extras = softcap or 0.0, window or 0, sinks, bias
-    out, _ = run(query, key, value, chosen.rows, _flat(rules), [*starts, *stops], offset, scale, *extras)
+    out, _ = run(query, key, value, chosen.rows, flat, [*starts, *stops], offset, scale, *extras)
     return out.to(query.dtype)

@@ -58,7 +58,7 @@ def attend(
     if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_served(score, options):
         return None
     given = query, key, score.raw_query, score.raw_key, value
-    if not all(map(selected.serves, given)):
+    if not selected.serves(*given):
         return None
     last, n = text.last, query.shape[2]
     if last is None or last > key.shape[2]:  # not known, or queries after the last key

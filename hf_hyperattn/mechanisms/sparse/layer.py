@@ -41,6 +41,7 @@ class SparseLayer(MechanismLayer):
             )
         self.gate = self.per_head(host) if mode == "blend" else None
         self.asker = "" if host is None else host.name
+        self.found: dict[tuple, ByLength] = {}
         if host is not None:
             rules = config.by_length(host.heads, host.name)
             self.reads_cache = any(rule.earlier for rule in rules_in(rules))
@@ -145,7 +146,13 @@ class SparseLayer(MechanismLayer):
         return self.of_heads(range(first, first + heads), total)
 
     def of_heads(self, heads: range, total: int) -> ByLength:
-        """The rules of these heads, out of `total`."""
+        """The rules of these heads, out of `total`; found once."""
+        about = heads, total, self.heads
+        if about not in self.found:
+            self.found[about] = self._find_rules(heads, total)
+        return self.found[about]
+
+    def _find_rules(self, heads: range, total: int) -> ByLength:
         chosen = lambda h, rule: rule if self.heads is None or h in self.heads else Exact()
         return tuple(
             (length, tuple(chosen(h, rules[h]) for h in heads))

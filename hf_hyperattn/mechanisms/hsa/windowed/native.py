@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ....engines.cpu import library
+from ....engines.cpu.library import longs
 from ....readable import can_read
 
 #: Head dimensions are filled up to a multiple of the widest registers.
@@ -56,16 +56,6 @@ def serves(t: Tensor) -> bool:
 def reads(t: Tensor) -> bool:
     """Whether the kernel takes queries, keys and values of this dtype as they are: bfloat16."""
     return t.dtype == torch.bfloat16 and serves(t)
-
-
-def longs(values: Sequence[int]):
-    """An array of int64, to be read alone."""
-    return _longs(tuple(values))
-
-
-@lru_cache(maxsize=512)
-def _longs(values: tuple[int, ...]):
-    return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
 def pointers(tensors: Sequence[Tensor]):
