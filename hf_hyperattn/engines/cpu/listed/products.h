@@ -181,6 +181,23 @@ inline void pair_weights(const float* weight, int64_t count, Two* to) {
     store(to + k / 2 * kShared, halves_in_pairs(rounded_pair(load(weight + k * kShared), b)));
   }
 }
+
+// `row_sums` of rows of bfloat16, with weights [kShared] a row that are rounded. `pairs` and `paired_weights` are room for both.
+template <class Row>
+inline void row_sums_of_pairs(const float* weight, int64_t rows, Row row, int64_t count, int64_t wide, Two* pairs,
+                              Two* paired_weights, float* to) {
+  pair_rows(row, count, wide, pairs);
+  pair_weights(weight, count, paired_weights);
+  in_pieces(rows, [&](int64_t r, auto n) {
+    const auto columns = [&](int64_t e, auto registers) {
+      micro_product<n(), registers()>(paired_weights + r, 1, kShared, pairs + e, wide, terms<Two>(count), to + r * wide + e,
+                                      wide, true);
+    };
+    int64_t e = 0;
+    for (; e + kPanel <= wide; e += kPanel) columns(e, std::integral_constant<int, kWide>{});
+    for (; e < wide; e += kLanes) columns(e, std::integral_constant<int, 1>{});
+  });
+}
 #endif
 
 // to += the weighted sum of `count` rows, for one query and `Wide` registers of columns. Of two rows at once: each sum waits

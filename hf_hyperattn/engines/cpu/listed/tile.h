@@ -234,8 +234,7 @@ class QueryTile {
       using V = std::remove_cvref_t<decltype(*value(0))>;
       if constexpr (paired<Operand<V>>)
         if (has_pairs_ && !few_) {
-          pair_rows(row, some, wide_, value_pairs_), pair_weights(from, some, weight_pairs_);
-          add_pairs(terms<Two>(some));
+          row_sums_of_pairs(from, count_, row, some, wide_, value_pairs_, weight_pairs_, out_);
           continue;
         }
       row_sums(from, weights.query, weights.row, count_, row, some, wide_, out_, wide_);
@@ -274,18 +273,6 @@ class QueryTile {
 
  private:
   static constexpr int64_t kNear = 64;  // rows whose values stay in the first cache
-
-  // Adds the weighted sums of what `value_pairs_` and `weight_pairs_` hold.
-  void add_pairs(int64_t pairs) {
-    in_pieces(count_, [&](int64_t r, auto n) {
-      const auto columns = [&](int64_t e, auto wide) {
-        micro_product<n(), wide()>(weight_pairs_ + r, 1, kShared, value_pairs_ + e, wide_, pairs, out_ + r * wide_ + e, wide_, true);
-      };
-      int64_t e = 0;
-      for (; e + kPanel <= wide_; e += kPanel) columns(e, std::integral_constant<int, kWide>{});
-      for (; e < wide_; e += kLanes) columns(e, std::integral_constant<int, 1>{});
-    });
-  }
 
   // Rows of `width` numbers, whole registers, side by side: the first numbers of all, then the second ones, and so on.
   static void turn(const float* rows, int64_t width, float* to) {
