@@ -83,7 +83,7 @@ class SparseLayer(MechanismLayer):
         if not all_exact(rules):
             refuse_pruned(call, "sparse")
             if not call.is_causal:
-                self.check_both_sides(call, rules)
+                self.check_later_tokens(call, rules)
         if kept is not None and kept.keep is not None:
             return self.of_parts(kept, call, rules, window, options, backend, weights)
         if all_exact(rules):
@@ -122,7 +122,7 @@ class SparseLayer(MechanismLayer):
         hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
         return whole(score, value, hidden, backend=backend, weights=weights)
 
-    def check_both_sides(self, call: HostCall, rules: ByLength) -> None:
+    def check_later_tokens(self, call: HostCall, rules: ByLength) -> None:
         """Refuse a call whose queries see the tokens after them, if rules or keys have no meaning there.
 
         A host may be called otherwise than it was built, and rules by name have no host.
