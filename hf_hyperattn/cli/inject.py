@@ -88,14 +88,14 @@ def inject_rules(args: argparse.Namespace) -> int:
     """Give heads or layers cheaper rules; 1 where every candidate is refused and nothing is written."""
     if not args.text:
         raise ValueError(f"--mechanism {args.mechanism} needs --text FILE...; allowed: one text or more")
-    if args.retrieval_budget is None and args.mechanism == "sparse":
-        args.retrieval_budget = RETRIEVAL_BUDGET
     has_budget = args.budget is not None
     args.budget = args.budget if has_budget else BUDGET
     task = prepare(args)
     check_task(args, task)
     if task.is_encoder and has_budget and args.pairs is not None:
         raise ValueError("--budget says nothing for an encoder beside --pairs; leave out one of them")
+    if args.retrieval_budget is None and args.mechanism == "sparse" and not task.is_encoder:
+        args.retrieval_budget = RETRIEVAL_BUDGET
     args.seed = args.seed or 0
     cost = CALLED[args.cost or "pairs"]
     print("\n".join(describe_run(args, task)), flush=True)
@@ -115,7 +115,7 @@ def inject_rules(args: argparse.Namespace) -> int:
     show_rivals(rivals, cost, task.is_encoder)
     report |= {"rivals": rivals, "pays": {"from": pays.start, "seconds": pays.seconds}}
     args.report = report
-    reason = refusal(args, report, task.is_encoder) or slower(args, report, pays)
+    reason = refusal(args, report, task.is_encoder) or slower(args, report, pays, task.is_encoder)
     if reason:
         print(f"\n{reason}")
         return 1
@@ -161,8 +161,6 @@ def check_task(args: argparse.Namespace, task: Task) -> None:
         if taken:
             raise ValueError(f"--text {taken[0]}: a test of retrieval has this name; allowed: another name, with .txt")
         return
-    if args.mechanism == "sparse":
-        raise ValueError("--mechanism sparse is for causal models, whose rules go by head; for an encoder use hsa")
     for name, why in NOT_OF_ENCODERS.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
             option = name.replace("_", "-")
@@ -172,9 +170,10 @@ def check_task(args: argparse.Namespace, task: Task) -> None:
 def injection_of(args: argparse.Namespace, task: Task, model: Any) -> CausalInjection | EncoderInjection:
     """What is to be done, to a model that is loaded."""
     options = (task.length, args.budget, args.pairs)
+    kind: Any = hsa if args.mechanism == "hsa" else sparse
     if task.is_encoder:
-        return EncoderInjection(model, task.texts, hsa.layer_candidates(task.length), *options)
-    rules: list[Any] = (hsa if args.mechanism == "hsa" else sparse).candidates(task.length)
+        return EncoderInjection(model, task.texts, kind.layer_candidates(task.length), *options)
+    rules: list[Any] = kind.candidates(task.length)
     args.rows = args.rows or max(ROWS, -(-QUERIES // len(task.texts[0])))
     rivals = sparse.candidates(task.length) if args.compare and args.mechanism == "hsa" else ()
     return CausalInjection(
@@ -206,7 +205,7 @@ def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) 
     )
 
 
-def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str | None:
+def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays, is_encoder: bool = False) -> str | None:
     """Say where the model is faster; for sparse rules, why one that is slower is not written."""
     before, after = (report["attention_seconds"][key] for key in ("before", "after"))  # of the same pass: of one load
     report["faster"] = faster((before, after))
@@ -217,7 +216,8 @@ def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str 
     )
     if report["faster"] or args.mechanism == "hsa" or args.allow_slower or args.cost == "bytes":
         return None
-    return f"Nothing written, because attention is not faster. Add --allow-slower to write the model anyway. {RESUMED}"
+    again = "" if is_encoder else f" {RESUMED}"
+    return f"Nothing written, because attention is not faster. Add --allow-slower to write the model anyway.{again}"
 
 
 def loss_text(loss: float, is_encoder: bool) -> str:
@@ -277,7 +277,7 @@ def show_certificate(injection: CausalInjection) -> None:
 
 def show_layers(injection: EncoderInjection) -> None:
     """What every layer of an encoder loses by itself."""
-    print("\nLoss of each layer tied alone (1 - cosine, worst text), the least and by its chosen setting:")
+    print("\nLoss of each layer changed alone (1 - cosine, worst text), the least and by its chosen setting:")
     rows, sparse = [], injection.allocation.sparse
     for name, (costs,) in injection.costs.items():
         cost, setting = "exact", ""

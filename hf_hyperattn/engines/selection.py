@@ -187,12 +187,17 @@ class Lists:
 
 
 class Rule(ABC):
-    """Which keys a query of one head attends to, in a causal text without padding."""
+    """Which keys a query of one head attends to, in a text without padding."""
 
     @property
     def is_exact(self) -> bool:
         """Whether every query sees every key before it."""
         return False
+
+    @property
+    def only_causal(self) -> str:
+        """The part of the rule that needs causal attention, for errors; "" if queries may see later tokens too."""
+        return f"{type(self).__name__}()"
 
     @property
     def earlier(self) -> int:
@@ -216,10 +221,24 @@ class Rule(ABC):
         selection scores. Where a chunk of C queries shares a selection, a scored summary counts 1/C for each of them.
         """
 
+    def share_both_sides(self, length: int) -> float:
+        """Return the fraction of all length² logits that a head computes in attention that is not causal.
+
+        Args:
+            length: Tokens of the text.
+
+        Raises:
+            ValueError: The rule is defined for causal attention only.
+        """
+        raise ValueError(
+            f"{self.only_causal or type(self).__name__} has no share of the pairs on both sides; allowed: "
+            "share(length) for causal attention, or a rule that defines share_both_sides, such as Window()"
+        )
+
     @abstractmethod
     def visible(self, call: Any) -> Tensor:
-        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. What it says of keys after a query
-        is ignored.
+        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. In a causal call, what it says of
+        keys after a query is ignored.
 
         Args:
             call: The queries, the keys and where they stand: a `RuleCall` (mechanisms/sparse/rules.py).

@@ -36,13 +36,7 @@ class SparseHeadRule(CandidateRule):
 
     @property
     def family(self) -> str:
-        if isinstance(self.rule, sparse.Window):
-            return "sinks and window"
-        if isinstance(self.rule, sparse.Pages):
-            kind = "Quest pages" if self.rule.summary == "bounds" else "mean pages"
-            kind = "single keys" if self.rule.page == 1 else kind
-            return kind if self.rule.query == "own" else f"{kind}, shared by {self.rule.chunk}"
-        return self.rule.name
+        return family_of(self.rule)
 
     def share(self, length: int) -> float:
         return share_of(self.rule, length)
@@ -110,10 +104,64 @@ def seen(
     return torch.cat(parts, 1)
 
 
+@dataclass(frozen=True)
+class SparseLayerRule(CandidateRule):
+    """A rule of `hf_hyperattn.mechanisms.sparse` for all heads of an encoder's layer."""
+
+    causal = False
+    rule: sparse.SparseRule
+
+    @property
+    def is_exact(self) -> bool:
+        return self.rule.is_exact
+
+    @property
+    def group(self) -> str:
+        return "sparse"
+
+    @property
+    def family(self) -> str:
+        return family_of(self.rule)
+
+    def share(self, length: int) -> float:
+        """Of all length² pairs."""
+        return share_of(self.rule, length, is_causal=False)
+
+    def exact(self) -> SparseLayerRule:
+        return SparseLayerRule(sparse.Exact())
+
+    @staticmethod
+    def layer_config(rules: Sequence[CandidateRule], length: int) -> sparse.SparseConfig:
+        return SparseHeadRule.layer_config(rules, length)
+
+    @staticmethod
+    def base_config() -> sparse.SparseConfig:
+        return SparseHeadRule.base_config()
+
+    def __str__(self) -> str:
+        rule = self.rule
+        if isinstance(rule, sparse.Pages):
+            return f"{self.family}: page {rule.page} near {rule.near} top {rule.top}"
+        if isinstance(rule, sparse.Window):
+            return f"{self.family}: near {rule.near}"
+        return self.family
+
+
+def family_of(rule: sparse.SparseRule) -> str:
+    """Return the name that people call rules of this kind by."""
+    if isinstance(rule, sparse.Window):
+        return "sinks and window"
+    if isinstance(rule, sparse.Pages):
+        kind = "Quest pages" if rule.summary == "bounds" else "mean pages"
+        kind = "single keys" if rule.page == 1 else kind
+        return kind if rule.query == "own" else f"{kind}, shared by {rule.chunk}"
+    return rule.name
+
+
 @lru_cache(4096)
-def share_of(rule: sparse.SparseRule, length: int) -> float:
+def share_of(rule: sparse.SparseRule, length: int, is_causal: bool = True) -> float:
     """The rule's own; it is asked for often."""
-    return rule.share(length)
+    return rule.share(length) if is_causal else rule.share_both_sides(length)
 
 
 #: Tokens of a page, what it is scored by, by whose query, and by which share of its channels. Single keys only where 16
@@ -131,6 +179,15 @@ NEAR, SINKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048), 4
 PAGE_NEAR, OPENED = (16, 64), (32, 64, 128, 256, 512, 1024)
 #: Pages, no more pairs than this: nearness alone is the better use of more.
 MOST = 0.5
+#: What a layer of an encoder may be given, in tokens; the first token of a passage is often [CLS]. Single keys only
+#: where 16 queries share the search, which otherwise computes every pair.
+LAYER_NEAR, LAYER_SINKS, LAYER_PAGE_NEAR, LAYER_OPENED = (8, 16, 32, 64, 128, 256), 1, (4, 16), (16, 32, 64, 128)
+LAYER_PAGES: tuple[tuple[int, Any, Any], ...] = (
+    (1, "mean", "chunk"),
+    (4, "mean", "chunk"),
+    (4, "bounds", "own"),
+    (16, "bounds", "chunk"),
+)
 
 
 def candidates(length: int) -> list[SparseHeadRule]:
@@ -144,3 +201,16 @@ def candidates(length: int) -> list[SparseHeadRule]:
     ]
     fine = [rule for rule in pages if rule.share(length) <= MOST]
     return [SparseHeadRule(rule) for rule in (*windows, *fine)]
+
+
+def layer_candidates(length: int) -> list[SparseLayerRule]:
+    """The rules of an encoder's layer for passages of `length` tokens: windows, pages, and single keys."""
+    windows = [sparse.Window(near, LAYER_SINKS) for near in LAYER_NEAR if 4 * near <= length]
+    pages = [
+        sparse.Pages(near, LAYER_SINKS, page, opened // page, summary, query)
+        for near, opened in itertools.product(LAYER_PAGE_NEAR, LAYER_OPENED)
+        if 2 * (near + opened) < length
+        for page, summary, query in LAYER_PAGES
+    ]
+    fine = [rule for rule in pages if rule.share_both_sides(length) <= MOST]
+    return [SparseLayerRule(rule) for rule in (*windows, *fine)]

@@ -158,6 +158,8 @@ def _keep(name: str, host) -> KeepWindows | tuple | str:
         return f"runs {' and '.join(c.mechanism for c in hyper.mechanisms())}, mode={hyper.config.mode!r}"
     if isinstance(layer, SparseLayer):
         facts = host_facts(name, host, 0)
+        if not facts.is_causal:
+            return "is not causal, and is given no cache"
         reaches = reaches_of(layer.of_heads(range(facts.heads), facts.heads), facts.kv_heads)
         return reaches if any(reaches) else "has in every group of query heads one whose rule may look at any key"
     rule = layer.config.rule(True, hyper.heads, type(host).__name__)

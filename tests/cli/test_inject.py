@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, BertConfig, BertModel
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 
 import hf_hyperattn
 import hub_cards
@@ -318,6 +318,27 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
     assert report["metric"] == "cosine" and report["pairs"] < 1
     (row, *_) = (line for line in out.splitlines() if line.startswith("cosine, "))
     assert row.split()[-1] == f"{next(iter(report['texts'].values()))['loss']:.4f}"
+
+
+def test_an_encoder_gets_sparse_rules(capsys, folder, tmp_path):
+    """They run as masks, and are written where a slower model is wanted."""
+    bert(max_position_embeddings=256, vocab_size=260).save_pretrained(tmp_path / "bert")
+    tiny.tokenizer().save_pretrained(tmp_path / "bert")
+    (folder / "sparse.txt").write_text(prose(1, 4000))
+    arguments = ["--mechanism", "sparse", "--length", "96", "--text", folder / "sparse.txt", "--pairs", "0.7"]
+    said = refused(capsys, tmp_path / "bert", *arguments, "--retrieval-budget", "0.1")
+    assert "--retrieval-budget says nothing for an encoder" in said
+    arguments += ["--compare", "--allow-slower", "--output", tmp_path / "out"]
+    code = main(["inject", *map(str, [tmp_path / "bert", *arguments])])
+    out, err = capsys.readouterr()
+    assert code == 0, out + err
+    report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
+    assert report["metric"] == "cosine" and 0 < report["pairs"] <= 0.7
+    assert "sinks and window, by layer" in report["rivals"] and "near" in out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["hyperattn"]["mechanisms"][0]["mechanism"] == "sparse"
+    again = hf_hyperattn.describe(AutoModel.from_pretrained(tmp_path / "out"))
+    assert "sparse" in str(again)
 
 
 @dataclass(frozen=True)

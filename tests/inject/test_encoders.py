@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from hf_hyperattn.inject import hsa
-from hf_hyperattn.inject.encoder import EncoderInjection
+import hf_hyperattn as ha
+from hf_hyperattn.inject import hsa, sparse
+from hf_hyperattn.inject.encoder import EncoderInjection, distance, embeddings
 from tests.integration.hat_models import hat
 
 
@@ -48,6 +49,30 @@ def test_layers_of_segments_are_not_measured_as_if_they_saw_all():
     made.length, passages = 16, made.texts[0]["a"][:, :16]
     assert made.whole_layers(passages) == [f"segment_blocks.{i}.attention" for i in range(3)]
     assert not made.model.training and not hasattr(made.model.config, "hyperattn")
+
+
+def test_sparse_rules_are_measured_as_patched_and_chosen_by_layer():
+    """A layer's loss under a rule is that of the model patched with it, and the choice is what the model computes."""
+    made = injection()
+    made.rules, made.rivals, made.pairs = sparse.layer_candidates(64), (), 0.8
+    made.run(Quiet())
+    assert made.allocation.pairs <= 0.8 and made.allocation.sparse
+    (first, *_) = made.losses_of(made.rules)
+    rule = made.rules[0]
+    ids = made.texts[0]["a"]
+    ha.unpatch_model(made.model)
+    before = embeddings(made.model, ids)
+    ha.patch_model(made.model, ha.SparseConfig(rule.rule), layers=lambda host: host.name == first, mode="replace")
+    expected = distance(before, embeddings(made.model, ids))
+    assert expected > 0 and abs(made.losses_of(made.rules)[first][0, 0].item() - expected) < 1e-6
+
+
+@pytest.mark.parametrize("length", [32, 64, 128, 512])
+def test_sparse_candidates_fit_passages(length):
+    found = sparse.layer_candidates(length)
+    assert found and all(not rule.causal and not rule.rule.only_causal for rule in found)
+    assert all(0 < rule.share(length) <= sparse.MOST for rule in found)
+    assert len({str(rule) for rule in found}) == len(found) == len(set(found))
 
 
 def test_an_encoder_has_no_cache_to_make_small():

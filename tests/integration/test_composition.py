@@ -50,8 +50,7 @@ def patched(family: str, names, mode: str = "blend"):
     return ha.patch_model(model, *(CONFIGS[name] for name in names), mode=mode), inputs
 
 
-#: Sparse rules are causal, and an encoder is refused whatever stands beside them.
-KNOWN = [(family, pair) for family in HOSTS for pair in PAIRS if not ("sparse" in pair and family == "bert")]
+KNOWN = [(family, pair) for family in HOSTS for pair in PAIRS]
 MEANT = [(family, pair) for family, pair in KNOWN if allowed(pair, family)]
 CLASHING = [(family, pair) for family, pair in KNOWN if not allowed(pair, family)]
 label = lambda value: value if isinstance(value, str) else " + ".join(value)

@@ -3,7 +3,7 @@
 import pytest
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.sparse import Pages, Window
+from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 from hf_hyperattn.registry import MECHANISMS
 from hf_hyperattn.testing import mechanism_checks
 
@@ -27,7 +27,8 @@ CONFIGS = {
                 Pages(2, 1, 2, 1),
                 Pages(2, 1, 2, 1, "mean", "first", 3),
             ]
-        )
+        ),
+        ha.SparseConfig([Window(2, 1), Exact(), Pages(2, 1, 2, 1), Pages(1, 0, 1, 2, "mean", "first", 3)]),
     ],
     "trilinear": [ha.TrilinearConfig(windows=(4, 3)), ha.TrilinearConfig(form="bidaf")],
 }
@@ -40,8 +41,8 @@ REFUSES = {
         "(learning|gradients|compiled|checkpointing|adapter)-.*-replace-(bert|vit)": "nothing is added that learns",
     },
     "sparse": {
-        ".*-(bert|vit|bart|t5)": "see the tokens after them too",
-        "(learning|gradients|compiled|checkpointing|adapter)-.*-replace-(llama|gpt2)": "nothing is added that learns",
+        "(learning|gradients|compiled|checkpointing|adapter)-.*-replace-.*": "nothing is added that learns",
+        ".*'previous'.*-(bert|vit|bart|t5)": "see the tokens after them too",
     },
     # w1 weighs queries alone, which no softmax over keys sees; the paper has it
     "trilinear": {r"learning-trilinear\(form=bidaf.*": r"three steps: (\S+\.w1(, )?)+$"},
@@ -66,7 +67,7 @@ def is_quick(check) -> bool:
     if check.contract in ("composition", "engines"):
         return is_first and check.family == "llama"
     if check.config.mechanism == "sparse":  # blended, it is what it is in place of the host's attention, and a gate
-        return check.family == "llama" and check.mode == "replace" and not check.refusal
+        return check.family in ("llama", "bert") and check.mode == "replace" and not check.refusal
     if check.contract in BY_FAMILY and check.mode == "blend":
         return True
     again = check.mode == "replace" and MECHANISMS[check.config.mechanism].stage in MODELESS

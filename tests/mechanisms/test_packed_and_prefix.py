@@ -203,7 +203,7 @@ def test_a_prefix_model_of_another_class_is_refused(whole, tmp_path):
 
 
 def test_sparse_refuses_a_prefix_model_when_it_is_patched():
-    with pytest.raises(ValueError, match="whose queries see the tokens after them too"):
+    with pytest.raises(ValueError, match="of a prefix LM, where a prompt sees the tokens after it"):
         ha.patch_model(paligemma(), MECHANISMS["window"], layers=lambda host: "language" in host.name)
 
 

@@ -182,11 +182,6 @@ def test_refused(make, message):
     assert "\n" not in str(error.value)
 
 
-def test_it_is_causal_alone():
-    with pytest.raises(ValueError, match="defined for causal attention"):
-        ha.functional.sparse_attention(*[drawn(1, 2, 8)] * 3, rules=Exact())
-
-
 def test_a_selection_by_queries_that_are_not_there_is_refused():
     query, key = drawn(1, 1, 1), drawn(1, 1, LENGTH)
     with pytest.raises(ValueError, match="which are not known"):

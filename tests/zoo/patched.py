@@ -21,8 +21,8 @@ NEW_TOKENS = 5
 HSA = ("hsa", "HsaConfig")
 RULE = ha.SparseConfig(Pages(near=2, page=2, top=1))
 NOWHERE = "chooses no attention module"
-#: Said of so many hosts that a note says nothing: tying both sides of causal ones, sharing heads of rotary ones, sparse
-#: rules for encoders.
+#: Said of so many hosts that a note says nothing: tying both sides of causal ones, sharing heads of rotary ones, and
+#: models without a causal layer, in which sparse rules are checked.
 COMMON = ("ties queries too", "rotary", NOWHERE)
 
 #: What is patched in, each in its turn, with the mechanisms that have no meaning for some hosts, and say so.

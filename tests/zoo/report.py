@@ -42,8 +42,8 @@ them to odd addresses, of stock models too; `copy.deepcopy(model)` moves them.
 that accept text alone are checked with text alone; "2 of 4 hosts ran" then tells that some attention modules, such
 as those of a vision tower, were patched but not run. "refused" names a mechanism that says of itself, in one line, that
 it has no meaning for such a module, as Hierarchical Self-Attention says of logits with a softcap; that tying both
-sides ("hsa, both") is for bidirectional attention alone, sparse rules for causal attention, and collaborative heads for
-attention without rotary positions, is not noted. "as before" lists attention modules inside a
+sides ("hsa, both") is for bidirectional attention alone, and collaborative heads for attention without rotary
+positions, is not noted. Sparse rules are checked in causal layers only. "as before" lists attention modules inside a
 model that works which compute what they always did: pooling heads, linear and deformable attention, and the like.
 """
 COLUMNS = {

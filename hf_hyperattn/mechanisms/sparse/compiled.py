@@ -1,7 +1,7 @@
 """Sparse attention by the compiled kernel (engines/cpu/selected.py), which computes the visible pairs alone.
 
-It takes heads that are exact, have a window, or choose pages, of calls whose masks hide padding, later tokens, and what
-lies outside the host's sliding window. Other heads and other calls go by masks, with the same result.
+It takes heads that are exact, have a window, or choose pages, of causal calls whose masks hide padding, later tokens,
+and what lies outside the host's sliding window. Other heads and other calls go by masks, with the same result.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def attend(
         backend: the engine that was asked for.
         asker: the layer's name.
     """
+    if not text.reading.is_causal:
+        return None
     heads = rules_of_call(rules, query.shape[1], query.shape[3])
     rest = [h for h, rule in enumerate(heads) if rule is None]
     if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_served(score, options):

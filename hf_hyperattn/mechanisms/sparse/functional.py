@@ -15,7 +15,7 @@ from ..checks import check_call
 from ..selection.places import read_mask
 from . import compiled
 from .config import SparseConfig
-from .masking import all_exact, check_unpacked, masked, text_of
+from .masking import all_exact, check_both_sides, check_unpacked, masked, text_of
 from .rules import SparseRule
 
 
@@ -42,29 +42,36 @@ def sparse_attention(
         attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. Keys that it hides from every
             query and head are padding, which rules do not count.
         dropout_p: probability that a weight is dropped, in [0, 1).
-        is_causal: True: query i is token `first` + i, and sees no key after it. Rules are defined for that alone.
+        is_causal: True: query i is token `first` + i, and sees no key after it. False: queries and keys are those of
+            one text, and a query sees keys on both sides, as in encoders.
         scale: what q·k is multiplied with; None: 1/sqrt(d).
         enable_gqa: allow fewer heads of keys and values than of queries.
         rules: a sparse rule for all heads, or one for each query head, such as `Pages()`, `Window()`, `Exact()`.
-        first: which key the first query belongs to.
+        first: which key the first query belongs to; 0 if not causal.
         backend: the engine, a name out of `hf_hyperattn.engines.available_engines()`.
 
     Returns:
         [B, H, N, dv] in the query's dtype. A query that sees no key gives 0.
 
     Raises:
-        ValueError: an argument out of its range, a rule that selects by queries before `first`, or a mask that packs
-            several texts into a row, which only `Exact()` and `Window(sinks=0)` may see.
+        ValueError: an argument out of its range, a rule that selects by queries before `first`, a rule that needs
+            causal attention with `is_causal=False`, or a mask that packs several texts into a row, which only `Exact()`
+            and `Window(sinks=0)` may see.
     """
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
-    if not is_causal:
-        refuse("is_causal", is_causal, "True: sparse rules are defined for causal attention")
     batch, heads, n, width = query.shape
+    if not is_causal and n != key.shape[2]:
+        raise ValueError(
+            f"key has {key.shape[2]} tokens, query has {n}; with is_causal=False they are one text; allowed: equal "
+            "numbers, or is_causal=True"
+        )
     if type(first) is not int or not 0 <= first <= max(0, key.shape[2] - n):
         refuse("first", first, f"integers from 0 to {max(0, key.shape[2] - n)}, keys - queries")
     by_length = SparseConfig(rules).by_length(heads, "this call")
+    if not is_causal:
+        check_both_sides(by_length, "this call")
     mask = check_broadcast("attn_mask", attn_mask, (batch, heads, n, key.shape[2]))
-    options = Options(mask=mask, is_causal=True, offset=first)
+    options = Options(mask=mask, is_causal=is_causal, offset=first)
     scale = float(width**-0.5) if scale is None else scale
     score = dot_score(query, key, scale)
     plain = replace(options, dropout_p=dropout_p)

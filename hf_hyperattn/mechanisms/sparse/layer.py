@@ -17,7 +17,7 @@ from ..selection.recent import RecentQueries, recent_queries
 from . import compiled
 from .config import SparseConfig
 from .evicted import call_of_part, check_reach, query_heads_of
-from .masking import ByLength, all_exact, check_one_text, masked, rules_in, text_of
+from .masking import ByLength, all_exact, check_both_sides, check_one_text, masked, rules_in, text_of
 from .rules import Exact
 
 
@@ -25,7 +25,8 @@ class SparseLayer(MechanismLayer):
     """Blend: (1-g)·o + g·o_sparse with g = 0 at first, which computes both. Replace: o_sparse, with nothing to learn.
 
     Raises:
-        ValueError: a host that is not causal, or rules for another count of heads.
+        ValueError: a host of a prefix LM, rules that need causal attention in a host that is not, or rules for another
+            count of heads.
     """
 
     honours_heads = True
@@ -34,18 +35,22 @@ class SparseLayer(MechanismLayer):
 
     def __init__(self, config: SparseConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        if host is not None and not host.is_causal:
+        if host is not None and host.grows:
             raise ValueError(
-                f"sparse was given {host.name}, whose queries see the tokens after them too, which sparse rules do "
-                "not know; allowed: causal ones, which layers=lambda host: host.is_causal chooses"
+                f"sparse was given {host.name} of a prefix LM, where a prompt sees the tokens after it and an answer "
+                "does not, which sparse rules do not know; allowed: causal layers and those of encoders, chosen by "
+                "layers="
             )
+        self.host = host
         self.gate = self.per_head(host) if mode == "blend" else None
         self.asker = "" if host is None else host.name
         self.found: dict[tuple, ByLength] = {}
         if host is not None:
             rules = config.by_length(host.heads, host.name)
-            self.reads_cache = any(rule.earlier for rule in rules_in(rules))
-            self.counts_keys = not all_exact(rules)
+            if not host.is_causal:
+                check_both_sides(rules, host.name)
+            self.reads_cache = host.is_causal and any(rule.earlier for rule in rules_in(rules))
+            self.counts_keys = host.is_causal and not all_exact(rules)
 
     def change(self, plan: Plan) -> Plan:
         # Read here: offload takes parameters away when this call returns, and the plan runs later.
@@ -77,6 +82,8 @@ class SparseLayer(MechanismLayer):
         rules, kept = self.rules(call), layer_cache_of(call.key, call.value, "sparse", tuple)
         if not all_exact(rules):
             refuse_pruned(call, "sparse")
+            if not call.is_causal:
+                self.check_later_tokens(call, rules)
         if kept is not None and kept.keep is not None:
             return self.of_parts(kept, call, rules, window, options, backend, weights)
         if all_exact(rules):
@@ -96,10 +103,11 @@ class SparseLayer(MechanismLayer):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """By the compiled kernel where it computes this call, else by a mask."""
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
-        cache: LayerCache | None = attached_to(call.key, LayerCache) if self.reads_cache else None
+        reads_cache = self.reads_cache and call.is_causal
+        cache: LayerCache | None = attached_to(call.key, LayerCache) if reads_cache else None
         recent: RecentQueries | QueriesKept | None
         if cache is None:
-            recent = recent_queries(call.cache if self.reads_cache else None, self.asker)
+            recent = recent_queries(call.cache if reads_cache else None, self.asker)
         else:
             recent = cache.kept(("queries", self.asker), QueriesKept)
         text = text_of(call.query, call.key, reading, rules, recent)
@@ -113,6 +121,14 @@ class SparseLayer(MechanismLayer):
             check_one_text(reading, rules, window)
         hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
         return whole(score, value, hidden, backend=backend, weights=weights)
+
+    def check_later_tokens(self, call: HostCall, rules: ByLength) -> None:
+        """Refuse a call whose queries see the tokens after them, if rules or keys have no meaning there.
+
+        A host may be called otherwise than it was built, and rules by name have no host.
+        """
+        check_both_sides(rules, self.asker or "this call")
+        call.first_query("sparse", self.host)
 
     def of_parts(
         self, cache: LayerCache, call: HostCall, rules: ByLength, window: int | None, options: Options, backend: str,

@@ -83,6 +83,28 @@ def check_unpacked(reading: Reading, rules: ByLength) -> None:
         raise ValueError(SEVERAL_TEXTS.format(PACKED))
 
 
+def check_both_sides(rules: ByLength, where: str) -> None:
+    """Refuse rules that have no meaning where queries see the tokens after them too.
+
+    Args:
+        rules: of all heads and lengths.
+        where: the attention layer, for the error.
+
+    Raises:
+        ValueError: a rule is defined for causal attention only, or rules change with the length.
+    """
+    lengths = tuple(length for length, _ in rules if length is not None)
+    found = [rule.only_causal for _, heads in rules for rule in heads if rule.only_causal]
+    if not lengths and not found:
+        return
+    given = found[0] if found else f"SparseConfig(lengths={lengths})"
+    raise ValueError(
+        f"sparse was given {given} for {where}, whose queries see the tokens after them too; allowed there: Exact(), "
+        "Window(), Pages() with query='own', 'first' or 'chunk', rules of your own with only_causal='', all without "
+        "lengths; causal layers are chosen by layers=lambda host: host.is_causal"
+    )
+
+
 def rules_in(rules: ByLength) -> set[SparseRule]:
     """All rules, of every head and length."""
     return {rule for _, heads in rules for rule in heads}
@@ -168,14 +190,14 @@ def masked(
     text: Text | None = None,
     window: int | None = None,
 ) -> Options:
-    """The options of a causal call, with what its rules hide hidden; a mask that is added keeps its gradient.
+    """The options of a call, with what its rules hide hidden; a mask that is added keeps its gradient.
 
     Args:
         query, key: [B, H, N, d] and [B, Hkv, M, d], which rules select by.
         scale: the logit is scale · q·k.
         rules: for every length one rule a head (or one for all); those of a length hold for its tokens, from the end of
             the length before on, and those of the last one for all that follow.
-        text: what `text_of` says of the call; None: of one whose first token is key 0, and nothing is kept.
+        text: what `text_of` says of the call; None: of a causal one whose first token is key 0, and nothing is kept.
         window: the host's sliding window.
 
     Raises:
@@ -219,15 +241,27 @@ def rule_call(query: Tensor, key: Tensor, scale: float, text: Text, window: int 
         count, stop = before.shape[2], (text.last or 0) + places.dropped - query.shape[2]
         back = places.numbers[:, stop - count : stop].expand(len(query), -1)
         query, place = torch.cat([before.to(dtype), query], 2), torch.cat([back, place], 1)
-    return RuleCall(query, key, scale, place, window, count)
+    lengths = None if text.reading.is_causal else count_tokens(places)
+    return RuleCall(query, key, scale, place, window, count, lengths)
+
+
+def count_tokens(places: Places) -> Tensor:
+    """Return int64 [B|1], the real tokens of each row."""
+    if places.real is None:
+        return torch.full((1,), places.keys, device=places.device)
+    return places.real.sum(1)
 
 
 def visible_of(rules: ByLength, call: RuleCall) -> Tensor:
-    """Bool [B, H, N, M], what the rules of all heads and lengths let be seen; of tokens after a query, all."""
+    """Bool [B, H, N, M], what the rules of all heads and lengths let be seen.
+
+    Causality is in the mask: of tokens after a query, all are seen here. So are all by padding in calls that are not
+    causal, as far as the mask of the model lets it.
+    """
     seen = visible_by_head(rules[-1][1], call)
     for length, heads in reversed(rules[:-1]):
         seen = torch.where(call.places < (length or 0), visible_by_head(heads, call), seen)
-    return seen | (call.tokens > call.places)
+    return seen | (call.tokens > call.places if call.is_causal else call.places < 0)
 
 
 def visible_by_head(rules: Rules, call: RuleCall) -> Tensor:

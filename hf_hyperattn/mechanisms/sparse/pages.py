@@ -28,6 +28,10 @@ class Pages(SelectingRule):
     Where `channels` is below 1, d are that share of the channels alone, rounded, at least one: those of largest |q_d|,
     of equal ones the first (with pages of one key SparQ, arXiv 2312.04985, without the mean value that stands there for
     what is left out).
+
+    In attention that is not causal, near are the pages that hold a token at a distance of less than `near` from the
+    chunk, before or after it. All other pages of the text can be opened. The last page of the text may be shorter; its
+    score is of the tokens that it has. query="previous" is refused there, since later pages have no chunk before them.
     """
 
     near: int = option(64, "tokens less than so many before a chunk are seen, rounded up to whole pages", least=1)
@@ -52,8 +56,31 @@ class Pages(SelectingRule):
         places = torch.arange(length)
         opening = self.opening(places // self.chunk * self.chunk)
         pages = (opening // self.page - self.sinks // self.page).clamp_min(0)
-        seen = places - opening + 1 + opening.clamp_max(self.sinks) + pages.clamp_max(self.top) * self.page
-        return share_of(seen + pages.where(pages > self.top, 0).double() * self.channels / self.chunk)
+        seen = places - opening + 1 + opening.clamp_max(self.sinks)
+        return share_of(seen + self.count_chosen(pages))
+
+    def share_both_sides(self, length: int) -> float:
+        """The same on both sides; the last page counts as if it were complete."""
+        if self.only_causal:
+            return super().share_both_sides(length)
+        chunks = torch.arange(length) // self.chunk * self.chunk
+        opening, closing = self.opening(chunks), self.closing(chunks).clamp_max(length)
+        sinks = min(self.sinks, length)
+        first = sinks // self.page  # the first page that holds more than sinks
+        before = (opening // self.page - first).clamp_min(0)
+        after = (-(length // -self.page) + closing // -self.page).clamp_max(-(length // -self.page) - first)
+        seen = closing - opening + opening.clamp_max(sinks) + (sinks - closing).clamp_min(0)
+        return share_of(seen + self.count_chosen(before + after.clamp_min(0)), is_causal=False)
+
+    def count_chosen(self, pages: Tensor) -> Tensor:
+        """Return the logits of choosing among this many pages, and of the tokens of those that are chosen."""
+        scored = pages.where(pages > self.top, 0).double() * self.channels / self.chunk
+        return pages.clamp_max(self.top) * self.page + scored
+
+    @property
+    def only_causal(self) -> str:
+        """A choice by the chunk before."""
+        return "Pages(query='previous')" if self.query == "previous" else ""
 
     def channels_of(self, dim: int) -> int:
         """How many channels of `dim` score pages."""
@@ -63,20 +90,36 @@ class Pages(SelectingRule):
         """The token from which on a chunk that begins at `start` sees everything."""
         return (start - self.near + 1).clamp_min(0) // self.page * self.page
 
+    def closing(self, start: Tensor) -> Tensor:
+        """The token up to which a chunk that begins at `start` sees everything, in attention that is not causal."""
+        return (start + self.chunk + self.near - 2) // self.page * self.page + self.page
+
     def visible(self, call: RuleCall) -> Tensor:
         """[B, H, N, M]."""
         chunks = chunks_of(call, self.chunk, self.query)
-        opening = self.opening(chunks.start)
-        keys = pages_of(call.key, self.page)
-        stops = torch.arange(1, keys.shape[2] + 1, device=keys.device) * self.page
-        candidates = (stops <= opening) & (stops > self.sinks)
+        opening, closing = self.opening(chunks.start), self.closing(chunks.start)
+        keys, real = pages_of(call.key, self.page), None
+        starts = torch.arange(keys.shape[2], device=keys.device) * self.page
+        stops = starts + self.page
+        near = call.tokens >= chunks.spread(opening)
+        candidates = stops <= opening
+        if call.lengths is not None:
+            lengths = call.lengths[:, None, None, None]
+            near = near & (call.tokens < chunks.spread(closing))
+            candidates = candidates | ((starts >= closing) & (starts < lengths))
+            stops = stops.minimum(lengths)
+            page = torch.arange(keys.shape[3], device=keys.device)
+            real = (starts[:, None] + page < lengths)[..., None]
+        candidates = candidates & (stops > self.sinks)
         if call.window is not None:  # what a cache has dropped, or drops before the chunk ends, is no candidate
-            candidates = candidates & (stops - self.page >= chunks.start + self.chunk - call.window)
+            candidates = candidates & (starts >= chunks.start + self.chunk - call.window)
+            if not call.is_causal:
+                candidates = candidates & (stops <= chunks.start + call.window)
         chunks.check(call, candidates)
-        chosen = best(scores_of(self.summary, self.asking(chunks.query), keys), candidates, self.top)
+        chosen = best(scores_of(self.summary, self.asking(chunks.query), keys, real), candidates, self.top)
         page = cut_to_text(self.page, call.key.shape[2])
         tokens = chunks.spread(chosen).repeat_interleave(page, -1)[..., : call.key.shape[2]]
-        return tokens | (call.tokens >= chunks.spread(opening)) | (call.tokens < self.sinks)
+        return tokens | near | (call.tokens < self.sinks)
 
     def asking(self, query: Tensor) -> Tensor:
         """[B, H, R, d], what chunks choose by: 0 in channels that score nothing."""
@@ -86,8 +129,18 @@ class Pages(SelectingRule):
         return query * best(query.abs(), torch.ones_like(query, dtype=torch.bool), count)
 
 
-def scores_of(summary: Summary, query: Tensor, keys: Tensor) -> Tensor:
-    """[B, H, R, P] of queries [B, H, R, d] and pages of keys [B, H, P, page, d]."""
+def scores_of(summary: Summary, query: Tensor, keys: Tensor, real: Tensor | None = None) -> Tensor:
+    """[B, H, R, P] of queries [B, H, R, d] and pages of keys [B, H, P, page, d].
+
+    Args:
+        real: bool [B or 1, 1, P, page, 1], the keys that the text has, where a page that is not complete is scored; the
+            others are 0, and a page of them alone may score anything. None: all.
+    """
+    if real is not None:
+        if summary == "mean":
+            return query @ (keys.sum(3) / real.sum(3).clamp_min(1)).mT
+        most, least = keys.masked_fill(~real, -torch.inf).amax(3), keys.masked_fill(~real, torch.inf).amin(3)
+        return query.clamp_min(0) @ most.mT + query.clamp_max(0) @ least.mT
     if summary == "mean":
         return query @ keys.mean(3).mT
     return query.clamp_min(0) @ keys.amax(3).mT + query.clamp_max(0) @ keys.amin(3).mT

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
@@ -46,15 +46,17 @@ RuleClass = TypeVar("RuleClass", bound="type[SparseRule]")
 
 @dataclass(frozen=True, eq=False)
 class RuleCall:
-    """What a rule is shown of a causal call.
+    """What a rule is shown of a call.
 
     Args:
         query: [B, H, N, d], of consecutive tokens in every row; float32, or float64 where the call is.
         key: [B, H, M, d]; key j is token j of its row, padding left out. What comes after a row's last token is 0.
         scale: the logit is scale · q·k.
         place: int64 [B, N], which token of its row a query is; -1 for padding.
-        window: the host's sliding window: token i sees i - window + 1 ... i and no other; None for all before it.
+        window: the host's sliding window: token i sees tokens at a distance of less than `window`; None for all.
         earlier: so many of the first queries are there for the selection alone, and their rows are not looked at.
+        lengths: int64 [B or 1], the tokens of each row, in a call whose queries see the tokens after them too; None in
+            a causal call.
     """
 
     query: Tensor
@@ -63,6 +65,12 @@ class RuleCall:
     place: Tensor
     window: int | None = None
     earlier: int = 0
+    lengths: Tensor | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether queries see only tokens before them."""
+        return self.lengths is None
 
     @property
     def tokens(self) -> Tensor:
@@ -76,7 +84,7 @@ class RuleCall:
 
     def heads(self, index: list[int]) -> RuleCall:
         """The call of these heads alone."""
-        return RuleCall(self.query[:, index], self.key[:, index], self.scale, self.place, self.window, self.earlier)
+        return replace(self, query=self.query[:, index], key=self.key[:, index])
 
     def check(self, known: Tensor) -> None:
         """Raise where a query's selection reads earlier queries that nobody has kept.
@@ -107,10 +115,20 @@ class SparseRule(KnownFields, Rule):
 
     @abstractmethod
     def visible(self, call: RuleCall) -> Tensor:
-        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. What comes after it may be anything."""
+        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. In a causal call, what comes after a
+        query may be anything.
+        """
 
     @torch.no_grad()
-    def mask(self, query: Tensor, key: Tensor, scale: float | None = None, first: int = 0, earlier: int = 0) -> Tensor:
+    def mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scale: float | None = None,
+        first: int = 0,
+        earlier: int = 0,
+        is_causal: bool = True,
+    ) -> Tensor:
         """The rule as a mask, causality included, of a text without padding.
 
         Args:
@@ -119,6 +137,7 @@ class SparseRule(KnownFields, Rule):
             scale: None: 1/sqrt(d).
             first: the token of the first query.
             earlier: so many of the first queries are there for the selection alone.
+            is_causal: whether queries see only tokens before them; if not, all queries of the text are given.
 
         Returns:
             Bool [B, H, N - earlier, M].
@@ -127,8 +146,11 @@ class SparseRule(KnownFields, Rule):
         scale = float(query.shape[-1] ** -0.5) if scale is None else scale
         dtype = working_dtype(query, key)
         key = repeat_heads(key, query.shape[1]).to(dtype)
-        call = RuleCall(query.to(dtype), key, scale, place, earlier=earlier)
-        seen = self.visible(call) & (call.tokens <= call.places)
+        lengths = None if is_causal else torch.full((1,), key.shape[2], device=key.device)
+        call = RuleCall(query.to(dtype), key, scale, place, earlier=earlier, lengths=lengths)
+        seen = self.visible(call)
+        if is_causal:
+            seen = seen & (call.tokens <= call.places)
         return seen.expand(*query.shape[:3], key.shape[2])[:, :, earlier:]
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,14 +253,23 @@ def sparse_rule(name: str) -> Callable[[RuleClass], RuleClass]:
 @sparse_rule("exact")
 @dataclass(frozen=True)
 class Exact(SparseRule):
-    """Ordinary attention: a query sees every token before it."""
+    """Ordinary attention: a query sees every token before it, and those after it where attention is not causal."""
 
     @property
     def is_exact(self) -> bool:
         """It is."""
         return True
 
+    @property
+    def only_causal(self) -> str:
+        """Nothing."""
+        return ""
+
     def share(self, length: int) -> float:
+        """All of it."""
+        return 1.0
+
+    def share_both_sides(self, length: int) -> float:
         """All of it."""
         return 1.0
 
@@ -250,10 +281,18 @@ class Exact(SparseRule):
 @sparse_rule("window")
 @dataclass(frozen=True)
 class Window(SparseRule):
-    """The nearest tokens, i - near < j <= i for token i, and the first, j < sinks (StreamingLLM, arXiv 2309.17453)."""
+    """The nearest tokens, i - near < j <= i for token i, and the first, j < sinks (StreamingLLM, arXiv 2309.17453).
 
-    near: int = option(256, "so many tokens up to the query itself are seen", least=1)
+    In attention that is not causal the nearest tokens are those on both sides, |i - j| < near.
+    """
+
+    near: int = option(256, "tokens at a distance of less than this are seen", least=1)
     sinks: int = option(4, "so many first tokens of the text are seen", least=0)
+
+    @property
+    def only_causal(self) -> str:
+        """Nothing."""
+        return ""
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -265,13 +304,31 @@ class Window(SparseRule):
         places = torch.arange(length)
         return share_of(places.clamp_max(self.near - 1) + 1 + (places - self.near + 1).clamp(0, self.sinks))
 
+    def share_both_sides(self, length: int) -> float:
+        """What is seen, on both sides."""
+        places = torch.arange(length)
+        first = (places - self.near + 1).clamp_min(0)
+        stop = (places + self.near).clamp_max(length)
+        sinks = min(self.sinks, length)
+        return share_of(stop - first + first.clamp_max(sinks) + (sinks - stop).clamp_min(0), is_causal=False)
+
     def visible(self, call: RuleCall) -> Tensor:
         """[B, 1, N, M]."""
-        return (call.tokens > call.places - self.near) | (call.tokens < self.sinks)
+        near = call.tokens > call.places - self.near
+        if not call.is_causal:
+            near = near & (call.tokens < call.places + self.near)
+        return near | (call.tokens < self.sinks)
 
 
-def share_of(counts: Tensor) -> float:
-    """The share of logits, from how many each query computes: never more than it sees in ordinary attention."""
+def share_of(counts: Tensor, is_causal: bool = True) -> float:
+    """The share of logits, from how many each query computes: never more than it sees in ordinary attention.
+
+    Args:
+        counts: [length], of each query.
+        is_causal: whether ordinary attention sees only tokens before a query.
+    """
     length = len(counts)
     most = torch.arange(1, length + 1, dtype=torch.float64)
+    if not is_causal:
+        most = torch.full_like(most, length)
     return float(torch.minimum(counts.double(), most).sum() / most.sum()) if length else 1.0
