@@ -255,5 +255,5 @@ def test_the_refusal_names_no_task_that_does_not_decide():
         },
     }
     said = refusal(SimpleNamespace(budget=0.02, retrieval_budget=0.05), report, False)
-    assert "variables" not in said and "text loses" in said
+    assert "variables" not in said and "3 % on text (budget 2 %)" in said
     assert cannot_do(report) == ["variables"]
