@@ -30,7 +30,7 @@ class ForgottenTokens(Tensor):
 
     shown: Tensor
     # Names such as `shape` need no override; operations arrive in `__torch_dispatch__`.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore
 
     @staticmethod
     def __new__(cls, shown: Tensor):
@@ -42,7 +42,7 @@ class ForgottenTokens(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise ValueError(REFUSAL)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents=None):
         return f"<{EVICTING}: {tuple(self.shape)}, {self.dtype}>"
 
     # Copies and pickles of a cache are caches of their own.

@@ -55,10 +55,11 @@ class HierarchicalLayer(DynamicLayer):
         return self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self.store.show()
+        keys, values = self.store.show()
         if self.keep is not None:
-            self.keys, self.values = ForgottenTokens(self.keys), ForgottenTokens(self.values)
-        return self.keys, self.values
+            keys, values = ForgottenTokens(keys), ForgottenTokens(values)
+        self.keys, self.values = keys, values
+        return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is 0 or negative, as in `DynamicCache`."""

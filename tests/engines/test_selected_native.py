@@ -417,3 +417,12 @@ def test_pages_beyond_the_window_are_no_candidates(window):
             least = max(rule.sinks // (rule.page or 1), -(-max(0, end - window) // (rule.page or 1)))
             if rule.page and chunk * rule.chunk < 90:
                 assert len(chosen) == min(rule.top, max(0, opening - least))
+
+
+def test_second_derivatives_of_sinks_are_refused():
+    q, k, v = (torch.randn(1, 2, 12, 16) for _ in range(3))
+    sinks = torch.randn(2, requires_grad=True)
+    out = selected_attention(q, k, v, [HeadRule(8, 2)] * 2, sinks=sinks)
+    (g,) = torch.autograd.grad(out.square().sum(), sinks, create_graph=True)
+    with pytest.raises(Exception, match="backend='cpu'"):
+        torch.autograd.grad(g.sum(), sinks)

@@ -83,11 +83,15 @@ class Layout(NamedTuple):
 
 def layout_of(rules: Sequence[int], queries: int, keys: int) -> Layout:
     """The layout of these heads' rules, `HeadRule`s one after the other, for a call with so many queries and keys."""
+    return _layout(tuple(rules), _shapes_of(rules, queries, keys))
+
+
+def _shapes_of(rules: Sequence[int], queries: int, keys: int) -> tuple[tuple[int, int], ...]:
     width, shapes = len(HeadRule._fields), []
     for i in range(0, len(rules), width):
         rule = HeadRule(*rules[i : i + width])
         shapes.append((queries // rule.chunk + 2, min(rule.top, keys // rule.page)) if rule.page else (0, 0))
-    return _layout(tuple(rules), tuple(shapes))
+    return tuple(shapes)
 
 
 @lru_cache(maxsize=512)  # of each layer one; longer texts have the same shapes
@@ -144,8 +148,8 @@ def compute(
     tensors = [_rows(t) for t in (query, key, value)]
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(2, *query.shape[:3])
-    extras = {"softcap": softcap, "window": window, "sinks": sinks, "bias": bias}
-    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse, **extras)
+    places = rules, spans, offset, scale
+    call, alive = pack(tensors, chosen.contiguous(), *places, out, lse, 0, softcap, window, sinks, bias)
     library.core().hyper_selected_forward(call)
     del alive
     return out, lse
@@ -165,12 +169,12 @@ def gradients(
     grad: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor,
     rules: Sequence[int], spans: Sequence[int], offset: int, scale: float, softcap: float, window: int,
     sinks: Tensor | None, bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value, in their dtype."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key, value and sinks, in their dtype; the last is empty without sinks."""
     tensors, core = [_rows(t) for t in (query, key, value)], library.core()
     grad, out, lse = grad.float().contiguous(), out.contiguous(), lse.contiguous()
-    extras = {"softcap": softcap, "window": window, "sinks": sinks, "bias": bias}
-    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse, **extras)
+    places = rules, spans, offset, scale
+    call, alive = pack(tensors, chosen.contiguous(), *places, out, lse, 0, softcap, window, sinks, bias)
     parts = chunks_of(key.shape[0] * key.shape[1], -(-query.shape[2] // LEAST_PART))
     d_query = grad.new_empty(query.shape)
     padded = [core.hyper_padded(ctypes.c_int64(t.shape[-1])) for t in (key, value)]
@@ -181,12 +185,14 @@ def gradients(
     d_key, d_value = (
         t.sum(0)[..., : like.shape[-1]].to(like.dtype).clone() for t, like in zip(sums, (key, value), strict=True)
     )
-    return d_query.to(query.dtype), d_key, d_value
+    d_sinks = grad.new_empty(0) if sinks is None else _gradient_of_sinks(grad, sinks, out, lse)
+    return d_query.to(query.dtype), d_key, d_value, d_sinks
 
 
 @gradients.register_fake
 def _(grad, out, lse, query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias):
-    return tuple(t.new_empty(t.shape) for t in (query, key, value))
+    d_sinks = grad.new_empty(0, dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
+    return *(t.new_empty(t.shape) for t in (query, key, value)), d_sinks
 
 
 def _save(ctx, inputs, output):
@@ -197,16 +203,15 @@ def _save(ctx, inputs, output):
 def _pullback(ctx, grad, _):
     *saved, sinks, bias = ctx.saved_tensors
     rest = ctx.rules, ctx.spans, ctx.offset, ctx.scale, ctx.softcap, ctx.window
-    found = gradients(grad, *saved, *rest, sinks, bias)
-    of_sinks = None if sinks is None else _gradient_of_sinks(grad, sinks, *saved[:2])
-    return *found, *[None] * 7, of_sinks, None
+    *found, of_sinks = gradients(grad, *saved, *rest, sinks, bias)
+    return *found, *[None] * 7, None if sinks is None else of_sinks, None
 
 
 def _gradient_of_sinks(grad: Tensor, sinks: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """[H]: a sink has no value, so that its weight counts with minus the output."""
     top, share = lse  # a share of 0: padding, which sees nothing
     weight = torch.where(share > 0, torch.exp(sinks.float()[:, None] - top) * share, 0.0)
-    return -(weight * (grad.float() * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+    return -(weight * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 forward.register_autograd(_pullback, setup_context=_save)
@@ -245,7 +250,8 @@ def is_direct(*tensors: Tensor) -> bool:
 
 
 def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int]:
-    return query.shape[0], layout_of(rules, query.shape[2] - earlier, keys).places
+    shapes = _shapes_of(rules, query.shape[2] - earlier, keys)  # numbers may be symbols here, which have no hash
+    return query.shape[0], sum(chunks * most for chunks, most in shapes)
 
 
 @choice.register_fake
@@ -352,7 +358,7 @@ def selected_attention(
         query: [B, H, N, d], float32 or bfloat16; query i stands at key i + offset.
         key, value: [B, Hkv, M, d] and [B, Hkv, M, dv].
         rules: one for each query head.
-        chosen: the pages of each chunk, all before its opening. None: no head has pages.
+        chosen: the pages of each chunk, all before its opening. None: no pages are chosen.
         spans: of each batch element the first key that is no padding, and the end of those; positions, chunks and pages
             count from the first. None: all are keys.
         scale: of the logits; None: 1 / sqrt(d).

@@ -57,7 +57,7 @@ def attend(
         return None
     heads = rules_of_call(rules, query.shape[1], query.shape[3])
     rest = [h for h, rule in enumerate(heads) if rule is None]
-    if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_served(score, options):
+    if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_served(score, options, key.shape[2]):
         return None
     given = query, key, score.raw_query, score.raw_key, value
     if not selected.serves(*given):
@@ -166,7 +166,7 @@ def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
     return None
 
 
-def is_served(score: PairScore, options: Options) -> bool:
+def is_served(score: PairScore, options: Options, keys: int) -> bool:
     """Whether a call is a softmax of products with what the kernel knows beside them.
 
     That is a softcap, sinks, and a bias that is the same for all queries and learns nothing.
@@ -174,7 +174,7 @@ def is_served(score: PairScore, options: Options) -> bool:
     dot = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
     bias = options.bias
     if bias is not None:
-        is_of_keys = bias.ndim > 1 and (bias.shape[-2] == 1 or bias.stride(-2) == 0)
+        is_of_keys = bias.ndim > 1 and (bias.shape[-2] == 1 or bias.stride(-2) == 0) and bias.shape[-1] in (1, keys)
         if not is_of_keys or (bias.requires_grad and torch.is_grad_enabled()):
             return False
     return dot and not options.dropout_p and options.aggregation is None

@@ -163,6 +163,8 @@ class SparseLayer(MechanismLayer):
 
     def of_heads(self, heads: range, total: int) -> ByLength:
         """The rules of these heads, out of `total`; found once."""
+        if torch.compiler.is_compiling():  # which would compile again once they are found
+            return self._find_rules(heads, total)
         about = heads, total, self.heads
         if about not in self.found:
             self.found[about] = self._find_rules(heads, total)

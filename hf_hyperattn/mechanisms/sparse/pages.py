@@ -108,8 +108,8 @@ class Pages(SelectingRule):
             near = near & (call.tokens < chunks.spread(closing))
             candidates = candidates | ((starts >= closing) & (starts < lengths))
             stops = stops.minimum(lengths)
-            page = torch.arange(keys.shape[3], device=keys.device)
-            real = (starts[:, None] + page < lengths)[..., None]
+            inside = torch.arange(keys.shape[3], device=keys.device)
+            real = (starts[:, None] + inside < lengths)[..., None]
         candidates = candidates & (stops > self.sinks)
         if call.window is not None:  # what a cache has dropped, or drops before the chunk ends, is no candidate
             candidates = candidates & (starts >= chunks.start + self.chunk - call.window)

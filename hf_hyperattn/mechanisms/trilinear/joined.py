@@ -39,8 +39,7 @@ class Joined:
 
     def move_options(self, options: Options) -> Options:
         """Return options whose mask and bias are in this order."""
-        moved = {name: self._move_pairs(getattr(options, name)) for name in ("mask", "bias")}
-        return replace(options, **moved)
+        return replace(options, mask=self._move_pairs(options.mask), bias=self._move_pairs(options.bias))
 
     def _move_pairs(self, tensor: Tensor | None) -> Tensor | None:
         """[B|1, H|1, N|1, M|1] in this order."""

@@ -151,7 +151,8 @@ class SimplicialLayer(MechanismLayer):
             score, value, options, backend, weights: as in `engines.attention`.
         """
         simplicial_options = with_bias(score, options)
-        start, joined = options.offset, None
+        start: int | Tensor = options.offset
+        joined = None
         if self.config.windows:
             refuse_pruned(call, "trilinear")
             start = call.first_query("trilinear", self.known)

@@ -1,6 +1,7 @@
 // Causal attention in which every head has a rule of its own: the first keys, the nearest ones, and pages of keys that a
 // chunk of queries has chosen. Heads without pages go by blocks of keys (blocks.h). Heads with pages go by lists of keys
-// (tile.h), for the queries of one chunk, or for neighbours of several chunks, since most of their pages are the same.
+// (tile.h), for the queries of one chunk, or for neighbours of several chunks, since most of their pages are the same. A call
+// with a few queries goes by decode.h.
 #pragma once
 
 #include "engines/cpu/listed/blocks.h"
@@ -100,7 +101,7 @@ class SelectedTask {
       return;
     }
     attend(b, h, row, rows, false);
-    if (tile_.has_nan()) attend(b, h, row, rows, true);
+    if (tile_.has_nonfinite()) attend(b, h, row, rows, true);
     const int64_t start = start_of(b, h, row);
     for (int64_t r = 0; r < rows; ++r) {
       tile_.write(r, c.value_dim, c.out + (start + r) * c.value_dim);
@@ -108,7 +109,7 @@ class SelectedTask {
     }
   }
 
-  // `guarded`: values that some queries do not see may be no numbers.
+  // `guarded`: values that some queries do not see may be NaN or infinite.
   void attend(int64_t b, int64_t h, int64_t row, int64_t rows, bool guarded) {
     auto queries = c.rows_of<T>(c.query, b, h, row);
     queries.scale = c.scale;

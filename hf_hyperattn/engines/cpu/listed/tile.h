@@ -1,8 +1,8 @@
 // Neighbouring queries of one head, and what they have attended to so far.
 //
-// Which rows they attend to is said by lists: numbers of rows of a table, and of each row the queries that see it. Many
-// queries stand side by side in registers, and a row is read once for all of them. A few go one by one, with the products of
-// as many rows in a register as it has lanes.
+// A list says which rows of a table the queries attend to, and for each row which queries see it. With many queries each lane
+// of a register belongs to one query, and a row is read once for all of them. With at most kFew queries each lane belongs to a
+// row, and the queries are computed one by one.
 #pragma once
 
 #include <bit>
@@ -38,8 +38,8 @@ struct Interval {
   uint16_t by;
 };
 
-// What neighbouring queries see of a text by place, query r at `first + r`: no token after itself where attention is causal,
-// and none that lies `window` tokens before it or more.
+// Which tokens queries see by their position alone. Query r stands at position `first + r`. Where attention is causal, it sees
+// no later token. It sees no token that is `window` or more tokens before it.
 struct Sight {
   int64_t first, count;
   bool is_causal = true;
@@ -49,7 +49,7 @@ struct Sight {
 
   uint16_t all() const { return static_cast<uint16_t>((1u << count) - 1); }
 
-  // The queries that see a token which some see.
+  // The queries that see token j, one bit each; at least one must see it.
   uint16_t of(int64_t j) const {
     uint32_t seen = all();
     if (is_causal && j > first) seen &= uint32_t{kEvery} << (j - first);
@@ -59,8 +59,8 @@ struct Sight {
 
   Interval one(int64_t j, uint16_t by) const { return {j, j + 1, static_cast<uint16_t>(by & of(j))}; }
 
-  // Calls add(tokens and the queries that see them) for what is seen of intervals; tokens that all see come first, whose number is
-  // returned.
+  // Calls `add` with the seen tokens of these intervals and the queries that see them. Tokens that all queries see come first.
+  // Returns how many these are.
   template <class Add>
   int64_t over(const std::vector<Interval>& parts, Add add) const {
     int64_t whole = 0;
@@ -68,8 +68,9 @@ struct Sight {
       for (const Interval& part : parts) {
         const int64_t begin = std::max(part.first, first - window + 1);
         const int64_t end = std::max(begin, is_causal ? std::min(part.last, first + count) : part.last);
-        const int64_t low = std::clamp(first + count - window, begin, end);  // from here on, and before `high`, by no query's
-        const int64_t high = is_causal ? std::clamp(first + 1, low, end) : end;  // place anything is hidden
+        // Position hides no token in [low, high) from any query.
+        const int64_t low = std::clamp(first + count - window, begin, end);
+        const int64_t high = is_causal ? std::clamp(first + 1, low, end) : end;
         if ((part.by == all()) == is_first && low < high) {
           add(Interval{low, high, part.by});
           whole += is_first ? high - low : 0;
@@ -81,12 +82,12 @@ struct Sight {
   }
 };
 
-// Where logits lie: of row j and query r at at[j · row + r · query].
+// Logits in memory: that of row j and query r is at[j · row_step + r · query_step].
 struct Logits {
   float* at;
-  int64_t row, query;
+  int64_t row_step, query_step;
 
-  Logits from(int64_t j) const { return {at + j * row, row, query}; }
+  Logits from(int64_t j) const { return {at + j * row_step, row_step, query_step}; }
 };
 
 class QueryTile {
@@ -107,7 +108,7 @@ class QueryTile {
     factors_ = scratch_.take(kShared);
   }
 
-  // Takes new queries, at most kShared; `sink` is a logit without a value.
+  // Takes new queries, at most kShared. `sink` is a logit that takes part in the softmax and has no value; -inf: none.
   template <typename T>
   void start(Rows<T> from, int64_t queries, bool may_be_few = true, float sink = -kInf) {
     count_ = queries, scale_ = from.scale;
@@ -133,7 +134,7 @@ class QueryTile {
   const float* out(int64_t r) const { return out_ + r * wide_; }
   Running running(int64_t r) const { return {top_[r], sum_[r]}; }
 
-  // Floats that the logits of so many rows take, and where they lie in them.
+  // How many floats the logits of so many rows take, and how they lie in memory.
   int64_t size_of(int64_t rows) const { return few_ ? count_ * padded(rows) : kShared * rows; }
   Logits logits_in(float* at, int64_t rows) const {
     return few_ ? Logits{at, 1, padded(rows)} : Logits{at, kShared, 1};
@@ -150,11 +151,11 @@ class QueryTile {
     }
     for (int64_t r = 0; r < count_; ++r) {
       float found[kLanes];
-      const int64_t last = count / kLanes * kLanes;  // what lies behind the rows is left as it is
-      multiply_own(r, keys, rows, last, to.at + r * to.query);
+      const int64_t last = count / kLanes * kLanes;  // an incomplete register would overwrite what follows
+      multiply_own(r, keys, rows, last, to.at + r * to.query_step);
       if (last == count) continue;
       multiply_own(r, keys, rows + last, count - last, found);
-      std::copy_n(found, count - last, to.at + r * to.query + last);
+      std::copy_n(found, count - last, to.at + r * to.query_step + last);
     }
   }
 
@@ -174,7 +175,7 @@ class QueryTile {
       return;
     }
     for (int64_t r = 0; r < count_; ++r)
-      for (int64_t j = from; j < to; ++j) x.at[r * x.query + j] += by;
+      for (int64_t j = from; j < to; ++j) x.at[r * x.query_step + j] += by;
   }
 
   // Adds to the logits of each row a number of its own, by[its place in the table].
@@ -185,7 +186,7 @@ class QueryTile {
 
   // Logits x become cap · tanh(x / cap).
   void cap(Logits x, int64_t count, float cap) const {
-    for (int64_t i = 0; i < (few_ ? count_ * x.query : count * kShared); i += kLanes)
+    for (int64_t i = 0; i < (few_ ? count_ * x.query_step : count * kShared); i += kLanes)
       store(x.at + i, cap * hyperbolic_tangent(load(x.at + i) / cap));
   }
 
@@ -194,7 +195,7 @@ class QueryTile {
     if (few_) {
       for (int64_t j = from; j < to; ++j)
         for (int64_t r = 0; r < count_; ++r)
-          if (!(seen_by[j] >> r & 1)) x.at[r * x.query + j] = -kInf;
+          if (!(seen_by[j] >> r & 1)) x.at[r * x.query_step + j] = -kInf;
       return;
     }
     for (int64_t w = 0; w < kShared; w += kLanes) {
@@ -206,10 +207,11 @@ class QueryTile {
     }
   }
 
-  // The logits of `count` rows become weights; what was summed before is brought to the new maximum.
+  // A step of the online softmax: logits of `count` rows become e^(logit - maximum), and earlier sums are brought to the new
+  // maximum.
   void weigh(Logits x, int64_t count) {
     if (few_) {
-      for (int64_t r = 0; r < count_; ++r) weigh_own(r, x.at + r * x.query, count);
+      for (int64_t r = 0; r < count_; ++r) weigh_own(r, x.at + r * x.query_step, count);
     } else if (take_lanes(x.at, count, top_, sum_, factors_)) {
       for (int64_t r = 0; r < count_; ++r) rescale(r, factors_[r]);
     }
@@ -223,13 +225,13 @@ class QueryTile {
     rescale(r, factor);
   }
 
-  // Adds the weighted values of `count` rows, of which value(j) is the address. Where queries are multiplied in bfloat16,
-  // values are, too, with weights that are rounded.
+  // Adds the weighted values of `count` rows, where value(j) is the address of row j. Queries that stand side by side and are
+  // multiplied in bfloat16 multiply values in bfloat16, too, with rounded weights.
   template <class Value>
   void add(Value value, Logits weights, int64_t count) {
     for (int64_t j = 0; j < count; j += kNear) {  // a few at a time: what one piece of queries has read is near for the next
       const int64_t some = std::min(kNear, count - j);
-      const float* from = weights.at + j * weights.row;
+      const float* from = weights.at + j * weights.row_step;
       const auto row = [=](int64_t k) { return value(j + k); };
       using V = std::remove_cvref_t<decltype(*value(0))>;
       if constexpr (paired<Operand<V>>)
@@ -237,18 +239,18 @@ class QueryTile {
           row_sums_of_pairs(from, count_, row, some, wide_, value_pairs_, weight_pairs_, out_);
           continue;
         }
-      row_sums(from, weights.query, weights.row, count_, row, some, wide_, out_, wide_);
+      row_sums(from, weights.query_step, weights.row_step, count_, row, some, wide_, out_, wide_);
     }
   }
 
-  // The same for queries that see a row, each by itself: where hidden values may be no numbers, which 0 times leaves so.
+  // The same, but a row is added for the queries that see it alone: a hidden value may be NaN, and 0 · NaN is NaN.
   template <class Value>
   void add_guarded(Value value, Logits weights, const uint16_t* seen_by, int64_t count) {
     for (int64_t j = 0; j < count; ++j)
       for (int64_t r = 0; r < count_; ++r)
         if (seen_by[j] >> r & 1) {
           const auto row = [=](int64_t) { return value(j); };
-          row_sums(weights.at + j * weights.row + r * weights.query, 0, 0, 1, row, 1, wide_, out_ + r * wide_, wide_);
+          row_sums(weights.at + j * weights.row_step + r * weights.query_step, 0, 0, 1, row, 1, wide_, out_ + r * wide_, wide_);
         }
   }
 
@@ -258,8 +260,8 @@ class QueryTile {
     add_to_one(weights, values, rows, count, wide_, out_ + r * wide_);
   }
 
-  // Whether some sum is not finite.
-  bool has_nan() const {
+  // Whether the weighted sum of some query holds NaN or infinity.
+  bool has_nonfinite() const {
     for (int64_t r = 0; r < count_; ++r)
       if (!is_finite(out_ + r * wide_, wide_)) return true;
     return false;

@@ -1,5 +1,6 @@
-// Key-tied attention over windows on the CPU, in float32, forward and backward (arXiv 2509.15448), and the means that it
-// reads. Tokens of a forward pass may be in half precision. Agrees with mechanisms/hsa/tree/key.py.
+// Key-tied attention over windows on the CPU, forward and backward (arXiv 2509.15448), and the means that it reads. Queries
+// and tokens of a forward pass may be in half precision; means and gradients are float32. Agrees with
+// mechanisms/hsa/tree/key.py.
 
 #include <omp.h>
 

@@ -1,9 +1,10 @@
 // Key-tied attention over windows of windows: which tokens and which means of windows each query attends to, and the forward
 // pass (arXiv 2509.15448; mechanisms/hsa/reference.py says in words what is open and what is closed).
 //
-// A tile of neighbouring queries shares one list: of every level the closed blocks, then the tokens near by and the first
-// ones. A row of it is seen by some of the queries, mostly by all. The blocks that refinement opens differ from query to
-// query, so each query has a list of its own for what they hold.
+// A closed block is a window that is used as one key and one value, the means of its tokens. To open it is to use its children
+// instead. The queries of a tile share two lists: the closed blocks of every level, and the tokens near the queries and the
+// first ones. Refinement then opens the blocks with the largest scores. These differ from query to query, so each query has a
+// list of its own for their children.
 #pragma once
 
 #include <numeric>
@@ -13,7 +14,7 @@
 
 namespace hyper {
 
-// What the numbers of tokens are; native.py counts likewise.
+// The number format of keys and values of tokens; KINDS in native.py has the same codes.
 enum Kind : int64_t { kFloat, kBfloat, kHalf };
 
 // A call as native.py lays it out. Level 0 are the tokens, level l the means over windows of widths[l] tokens.
@@ -27,7 +28,8 @@ struct Windows {
   const int64_t* key_steps;      // 3 for each table: batch, head, row
   const int64_t* value_steps;
   const int64_t* widths;         // levels + 1: 1, then the sizes
-  const int64_t* held;           // 2 for each table: rows at its front, and how many after those are gone
+  // 2 for each table of a cache that forgets: how many rows at its beginning are kept, and how many after those are removed.
+  const int64_t* held;
   int64_t kind, query_kind;      // of the tokens, and of the queries: the same, or float
   int64_t batch, heads, kv_heads, queries, dim, value_dim;
   const int64_t *near, *sinks, *top_k;   // of each head
@@ -40,24 +42,24 @@ struct Windows {
   int64_t place(int64_t b, int64_t row) const { return row + offset - starts[b]; }
 };
 
-// Closed blocks of one level, or tokens, with their scores for one query; ids rise, so that of equal ones the first stands
-// first.
+// Closed blocks of one level, or tokens, with their scores for one query, in the order of their ids: of equal scores the first
+// is chosen.
 struct Candidates {
-  static constexpr int32_t kLaid = -1;
+  static constexpr int32_t kChild = -1, kChosen = -2;
 
   std::vector<int32_t> ids;
   std::vector<float> scores;
-  std::vector<int32_t> standing;  // the row of the shared list, or kLaid: the level above laid it open
+  std::vector<int32_t> standing;  // its row in the shared list, or kChild: of a block that refinement opened; or kChosen
   int32_t count = 0;
 
   void reserve(size_t most) {
     if (ids.size() < most) ids.resize(most), scores.resize(most), standing.resize(most);
   }
-  // Adds places [first, last) of what the level above laid open.
-  void add_laid(const Candidates& laid, int32_t first, int32_t last) {
-    std::copy(laid.ids.data() + first, laid.ids.data() + last, ids.data() + count);
-    std::copy(laid.scores.data() + first, laid.scores.data() + last, scores.data() + count);
-    std::fill_n(standing.data() + count, last - first, kLaid);
+  // Adds entries [first, last) of the children of opened blocks.
+  void add_children(const Candidates& children, int32_t first, int32_t last) {
+    std::copy(children.ids.data() + first, children.ids.data() + last, ids.data() + count);
+    std::copy(children.scores.data() + first, children.scores.data() + last, scores.data() + count);
+    std::fill_n(standing.data() + count, last - first, kChild);
     count += last - first;
   }
   // Adds blocks [first, last), which stand in the shared list from `row` on; their scores are `step` apart.
@@ -91,11 +93,12 @@ class WindowTile {
   // Queries at positions [first, first + count), counted from the first real token of batch element b.
   void run(int64_t b, int64_t h, int64_t first, int64_t count) {
     attend(b, h, first, count, false);
-    if (tile_.has_nan()) attend(b, h, first, count, true);
+    if (tile_.has_nonfinite()) attend(b, h, first, count, true);
     const int64_t at = (b * c.heads + h) * c.queries + query_row();
     for (int64_t r = 0; r < count; ++r) {
       const Running all = tile_.running(r);
       tile_.write(r, c.value_dim, c.out + (at + r) * c.value_dim);
+      // of a query that sees nothing +inf: e^(logit - lse) is 0 in the backward pass
       c.lse[at + r] = all.sum == 0 ? kInf : all.top + std::log(all.sum);
     }
   }
@@ -108,10 +111,10 @@ class WindowTile {
     int64_t row;
   };
 
-  // `guarded`: values that some queries do not see may be no numbers.
+  // `guarded`: values that some queries do not see may be NaN or infinite.
   void attend(int64_t b, int64_t h, int64_t first, int64_t count, bool guarded) {
     place(b, h, first, count);
-    start(true);
+    start(!refines());  // scores of equal blocks are to be the same numbers in every pass: they decide what is opened
     cover();
     const Logits blocks = block_logits();
     tile_.weigh(blocks, closed_.count);
@@ -159,11 +162,11 @@ class WindowTile {
       tile_.multiply(keys(level), closed_.rows.data() + from, to - from, logits.from(from));
     }
     for (const Run& run : runs_) {
-      add_sizes(run, logits);
+      add_log_sizes(run, logits);
       if (run.by != all()) tile_.hide(logits, closed_.seen_by.data(), run.row, run.row + run.last - run.first);
     }
     for (int64_t r = 0; r < count_ && refines(); ++r) refine(r);
-    for (const Run& run : runs_) tile_.shift(logits, run.row, run.row + ties(run), bias_);
+    for (const Run& run : runs_) tile_.shift(logits, run.row, run.row + count_biased(run), bias_);
   }
 
   bool refines() const { return c.top_k[head_] > 0 && c.levels; }
@@ -171,15 +174,15 @@ class WindowTile {
   int64_t query_row() const { return first_ + c.starts[batch_] - c.offset; }
   Logits block_logits() { return tile_.logits_in(blocks_.data(), closed_.count); }
 
-  // Blocks of a level; causal ones are complete.
+  // How many blocks a level has; in causal calls complete ones alone.
   int64_t blocks(int64_t level) const {
     return (tokens_ + (c.is_causal ? 0 : c.widths[level] - 1)) / c.widths[level];
   }
   int64_t members(int64_t level, int64_t block) const {
     return std::min(c.widths[level], tokens_ - block * c.widths[level]);
   }
-  // How many blocks of a run have several tokens, and so a bias: all but a last one.
-  int64_t ties(const Run& run) const { return run.last - run.first - (members(run.level, run.last - 1) == 1); }
+  // How many blocks of a run get the block bias: all, except a last block that has only one token.
+  int64_t count_biased(const Run& run) const { return run.last - run.first - (members(run.level, run.last - 1) == 1); }
 
   // The part of the shared list that a level has.
   std::pair<int64_t, int64_t> part_of(int64_t level) const {
@@ -202,8 +205,8 @@ class WindowTile {
     body(of(c.keys[0], c.key_steps), of(c.values[0], c.value_steps));
   }
 
-  // The rows of a level, closed blocks or tokens, that stand in the cover of queries in one bottom window before refinement:
-  // those whose parent is open, and that are not open themselves.
+  // Adds to `standing_` the rows of a level (tokens at level 0) that queries of one bottom window attend to before refinement:
+  // their parent is open, and they are not. `by` are these queries. Which of the tokens a query sees, `list_tokens` asks.
   void find_standing(int64_t level, int64_t window, uint16_t by) {
     const int64_t low = std::max<int64_t>(0, window * size_ - spare_);
     const int64_t high = window * size_ + size_ - 1 + (c.is_causal ? 0 : spare_);
@@ -228,7 +231,8 @@ class WindowTile {
     }
   }
 
-  // The same for all queries of the tile: `standing_`, in order, no row twice.
+  // Fills `standing_` for all queries of the tile. They may lie in several bottom windows: intervals are cut so that they do
+  // not overlap, and sorted.
   void find_standing(int64_t level) {
     standing_.clear();
     const int64_t from = first_ / size_, to = (first_ + count_ - 1) / size_;
@@ -268,7 +272,7 @@ class WindowTile {
     plain_.whole = sight.over(standing_, [&](const Interval& tokens) { add_rows(plain_, 0, tokens); });
   }
 
-  // Adds rows to a list, by where they lie in a table of which some rows are gone.
+  // Adds rows to a list by where they lie in their table: rows after removed ones have moved forward.
   void add_rows(List& list, int64_t level, const Interval& rows) const {
     const int64_t head = c.held[2 * level] - (level ? 0 : c.starts[batch_]), gone = c.held[2 * level + 1];
     const int64_t end = std::clamp(head, rows.first, rows.last);
@@ -278,7 +282,7 @@ class WindowTile {
   }
 
   // A block's score is its mean logit plus the logarithm of its size.
-  void add_sizes(const Run& run, Logits logits) const {
+  void add_log_sizes(const Run& run, Logits logits) const {
     const int64_t end = run.row + run.last - run.first, rest = members(run.level, run.last - 1);
     const bool is_short = rest < c.widths[run.level];
     tile_.shift(logits, run.row, end - is_short, std::log(static_cast<float>(c.widths[run.level])));
@@ -297,41 +301,43 @@ class WindowTile {
     else tile_.add(value, weights, count);
   }
 
-  // Opens the best blocks of every level for one query: they leave the shared list, their children go to `opened_`.
+  // Opens the blocks with the largest scores, level by level, for one query. A block of the shared list stays there, with the
+  // logit -inf for this query. Children that are not opened in turn go to `opened_`.
   void refine(int64_t r) {
     const int32_t top = static_cast<int32_t>(std::min(c.top_k[head_], blocks(1) + 1));
     Opened& opened = opened_[r];
     make_room(top, opened);
     opened.ends.clear();
-    opened.count = laid_.count = 0;
+    opened.count = children_.count = 0;
     auto run = runs_.begin();
     const Logits logits = block_logits();
-    float* of_query = logits.at + r * logits.query;
+    float* of_query = logits.at + r * logits.query_step;
     for (int64_t level = c.levels; level > 0; --level) {
-      // What the level above laid open lies between the runs that stand, whose parents were never closed.
-      here_.count = 0;
+      // Two kinds of candidates are merged in the order of their ids: blocks of the shared list (runs), and children of blocks
+      // that were opened on the level above. They do not overlap.
+      candidates_.count = 0;
       int32_t next = 0;
       for (; run != runs_.end() && run->level == level; ++run) {
         if (!(run->by >> r & 1)) continue;
         int32_t end = next;
-        while (end < laid_.count && laid_.ids[end] < run->first) ++end;
-        here_.add_laid(laid_, next, end);
-        here_.add_standing(run->first, run->last, static_cast<int32_t>(run->row), of_query + run->row * logits.row, logits.row);
+        while (end < children_.count && children_.ids[end] < run->first) ++end;
+        candidates_.add_children(children_, next, end);
+        candidates_.add_standing(run->first, run->last, static_cast<int32_t>(run->row), of_query + run->row * logits.row_step, logits.row_step);
         next = end;
       }
-      here_.add_laid(laid_, next, laid_.count);
-      const int64_t count = largest_.find(here_.scores.data(), 0, here_.count, top, chosen_.data());
+      candidates_.add_children(children_, next, children_.count);
+      const int64_t count = largest_.find(candidates_.scores.data(), 0, candidates_.count, top, chosen_.data());
       for (int64_t i = 0; i < count; ++i) {
-        int32_t& standing = here_.standing[chosen_[i]];
-        if (standing != Candidates::kLaid) of_query[standing * logits.row] = -kInf;
-        standing = 0;  // no longer closed
+        int32_t& standing = candidates_.standing[chosen_[i]];
+        if (standing != Candidates::kChild) of_query[standing * logits.row_step] = -kInf;
+        standing = Candidates::kChosen;
       }
       keep_closed(opened);
       open(level, r, count);
     }
-    std::copy_n(laid_.ids.begin(), laid_.count, opened.rows.begin() + opened.count);
-    std::copy_n(laid_.scores.begin(), laid_.count, opened.logits.begin() + opened.count);
-    opened.count += laid_.count;
+    std::copy_n(children_.ids.begin(), children_.count, opened.rows.begin() + opened.count);
+    std::copy_n(children_.scores.begin(), children_.count, opened.logits.begin() + opened.count);
+    opened.count += children_.count;
     opened.ends.push_back(opened.count);
   }
 
@@ -342,46 +348,46 @@ class WindowTile {
       most = std::max<size_t>(most, closed_.count + children + kLanes);
       all += children;
     }
-    here_.reserve(most), laid_.reserve(most), opened.reserve(all);
+    candidates_.reserve(most), children_.reserve(most), opened.reserve(all);
     chosen_.resize(top);
   }
 
-  // What was laid open and stays closed.
+  // Adds to `opened` the children of opened blocks that are not opened in turn: they are closed blocks.
   void keep_closed(Opened& opened) const {
     int32_t* rows = opened.rows.data() + opened.count;
     int32_t* logits = reinterpret_cast<int32_t*>(opened.logits.data()) + opened.count;
-    for (int32_t i = 0; laid_.count && i < here_.count; i += kLanes) {
-      const Ints there = lane_numbers() < here_.count - i;
-      const Ints stays = there & (load(here_.standing.data() + i) == Candidates::kLaid);
-      rows = keep(load(here_.ids.data() + i), stays, rows);
-      // never a single token, which has no bias: the caller sees to it
-      logits = keep(as_bits(load(here_.scores.data() + i) + bias_), stays, logits);
+    for (int32_t i = 0; children_.count && i < candidates_.count; i += kLanes) {
+      const Ints there = lane_numbers() < candidates_.count - i;
+      const Ints stays = there & (load(candidates_.standing.data() + i) == Candidates::kChild);
+      rows = keep(load(candidates_.ids.data() + i), stays, rows);
+      // never a block of one token, which gets no bias: `key_tied` sends no such calls here (has_chains in windowed/key.py)
+      logits = keep(as_bits(load(candidates_.scores.data() + i) + bias_), stays, logits);
     }
     opened.count = rows - opened.rows.data();
     opened.ends.push_back(opened.count);
   }
 
-  // Lists the children of the `count` chosen blocks of `level` in `laid_`, with their scores.
+  // Fills `children_` with the children of the `count` chosen blocks of `level`, and their scores.
   void open(int64_t level, int64_t r, int64_t count) {
     const int32_t children = static_cast<int32_t>(c.widths[level] / c.widths[level - 1]);
     const int32_t limit = static_cast<int32_t>(level > 1 ? blocks(level - 1) : tokens_);
-    laid_.count = 0;
+    children_.count = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const int32_t first = here_.ids[chosen_[i]] * children, there = std::min(children, limit - first);
-      std::iota(laid_.ids.data() + laid_.count, laid_.ids.data() + laid_.count + there, first);
-      laid_.count += there;
+      const int32_t first = candidates_.ids[chosen_[i]] * children, there = std::min(children, limit - first);
+      std::iota(children_.ids.data() + children_.count, children_.ids.data() + children_.count + there, first);
+      children_.count += there;
     }
     const auto multiply = [&](auto table) {
-      tile_.multiply_own(r, table, laid_.ids.data(), laid_.count, laid_.scores.data());
+      tile_.multiply_own(r, table, children_.ids.data(), children_.count, children_.scores.data());
     };
     if (level == 1) return with_tokens([&](auto table, auto) { multiply(table); });
     multiply(keys(level - 1));
     const float whole = std::log(static_cast<float>(c.widths[level - 1]));
-    for (int32_t i = 0; i < laid_.count; ++i) laid_.scores[i] += whole;
+    for (int32_t i = 0; i < children_.count; ++i) children_.scores[i] += whole;
     const int64_t rest = tokens_ % c.widths[level - 1];
     if (c.is_causal || !rest) return;
-    for (int32_t i = 0; i < laid_.count; ++i)
-      if (laid_.ids[i] == limit - 1) laid_.scores[i] += std::log(static_cast<float>(rest)) - whole;
+    for (int32_t i = 0; i < children_.count; ++i)
+      if (children_.ids[i] == limit - 1) children_.scores[i] += std::log(static_cast<float>(rest)) - whole;
   }
 
   void attend_opened(int64_t r) {
@@ -418,7 +424,7 @@ class WindowTile {
   List closed_, plain_;
   std::vector<float> blocks_, token_logits_;
   std::vector<Opened> opened_;
-  Candidates here_, laid_;
+  Candidates candidates_, children_;
   Largest largest_;
   std::vector<int32_t> chosen_;  // places among the candidates
 };

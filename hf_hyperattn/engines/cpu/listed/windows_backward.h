@@ -136,7 +136,7 @@ class WindowBackward : WindowTile<float> {
     const Logits d_logits = block_logits();
     float sums[kShared] = {};
     for (const Run& run : runs_)
-      for (int64_t i = run.row * kShared; i < (run.row + ties(run)) * kShared; i += kLanes) {
+      for (int64_t i = run.row * kShared; i < (run.row + count_biased(run)) * kShared; i += kLanes) {
         float* to = sums + i % kShared;
         store(to, load(to) + load(d_logits.at + i));
       }

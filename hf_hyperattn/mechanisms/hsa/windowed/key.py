@@ -170,8 +170,9 @@ def attend_levels(
     """
     counts: Any = [per_head(count, query.shape[1]) for count in (near, sinks, refine_top_k)]
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    dtype, key, value = levels.keys[-1].dtype, levels.keys[0], levels.values[0]  # means are not in half precision
+    dtype, key, value = working_dtype(query, levels.keys[-1]), levels.keys[0], levels.values[0]
     block_bias = per_head_tensor(block_bias, query, dtype)
+    sink_logit = None if sink_logit is None else sink_logit.to(dtype)
     if _serves(query, backend):
         arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)
         return native.forward(query, *arguments)

@@ -1,6 +1,7 @@
 """The compiled kernel of key-tied attention (engines/cpu/listed/windows.cpp) on the CPU, forward and backward.
 
-It computes in float32. In a forward pass tokens may be in half precision, as caches keep them, and queries with them.
+Sums are float32. In a forward pass tokens may be in half precision, as caches keep them, and queries with them; queries
+and tokens in bfloat16 are multiplied as they are where the CPU can. Gradients are computed in float32.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def call_of(
     # children that a window may have.
     longest = max(stop - start for start, stop in zip(*spans, strict=True)) if spans[0] else 0
     sizes = [size for size in sizes if size < longest]
-    extras = [None if t is None else t.contiguous() for t in (block_bias, sink_logit)]
+    extras = [None if t is None else t.float().contiguous() for t in (block_bias, sink_logit)]
     arrays = [longs(v) for v in ([1, *sizes], held, near, sinks, top_k, *spans)]
     tables = [pointers(keys), pointers(values), steps(keys), steps(values)]
     address = ctypes.addressof
@@ -105,8 +106,9 @@ def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *re
     """Output [B, H, N, dv] and log-sum-exp [B, H, N].
 
     Args:
-        query: [B, H, N, d]. Where its dtype is that of the tokens, it is read as it is, and where both are bfloat16 and
-            the CPU multiplies such numbers, weights of tokens are rounded to it; else it is read in float32.
+        query: [B, H, N, d], read in float32 where its dtype is not that of the tokens. Where queries and tokens are
+            bfloat16, and the CPU multiplies such numbers, more than 4 neighbouring queries round their weights to
+            bfloat16 for the tokens that they share.
         keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
         rest: As in `call_of`.
     """
