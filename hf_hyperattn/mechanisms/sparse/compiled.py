@@ -45,13 +45,13 @@ def attend(
     """The output [B, H, N, dv] in the dtype of the query; None where the kernel does not compute this call.
 
     Args:
-        query, key: [B, H, N, d] and [B, Hkv, M, d], which rules select by.
-        score: what is attended by; a plain product.
+        query, key: [B, H, N, d] and [B, Hkv, M, d]; rules choose keys by these.
+        score: gives the logits. The kernel computes dot products alone.
         value: [B, Hkv, M, dv].
         options, rules, window: as in `masking.masked`.
         text: where queries and keys stand, and the queries before them.
         backend: the engine that was asked for.
-        asker: the layer's name.
+        asker: the layer's name, under which the cache keeps its choice.
     """
     if not text.reading.is_causal:
         return None
@@ -73,6 +73,7 @@ def attend(
     asking, searched, values = query.to(dtype), key.to(dtype), value.to(dtype)
     raw_query = asking if score.raw_query is query else score.raw_query.to(dtype)
     raw_key = searched if score.raw_key is key else score.raw_key.to(dtype)
+    # Heads that the kernel does not know get the cheapest rule. Their output is replaced below.
     chosen, known = None, [HeadRule(1) if rule is None else rule for rule in heads]
     if any(rule.page for rule in known):
         if text.before is not None:
@@ -92,7 +93,7 @@ def attend(
 def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
     """The output [B, H, N, dv] with zeros at the queries from which the mask hides every key.
 
-    The kernel knows where padding lies, and gives a query there what causality leaves it.
+    The kernel gets no mask, only where the real keys begin and end: it lets padding attend to the real keys before it.
     """
     if reading.mask is None or reading.places.is_whole or not reading.has_padded_queries:
         return out
@@ -103,10 +104,15 @@ def chosen_pages(
     query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int, asker: str,
     window: int | None = None,
 ) -> Lists:  # fmt: skip
-    """What the last `queries` choose, with what the cache that gave the keys keeps; as `selected.chosen_pages`.
+    """The pages that the last `queries` queries choose, as `selected.chosen_pages` has them.
+
+    Summaries and earlier choices that the cache of these keys keeps are used.
 
     Args:
-        query: those before them, too. last: the place after the last one.
+        query: the queries of this call, after earlier ones that are known.
+        queries: how many are of this call.
+        last: the number of keys up to the last query, padding included.
+        window: the host's sliding window.
     """
     cache = attached_to(key, LayerCache) if last == key.shape[2] else None
     earlier, offset = query.shape[2] - queries, last - query.shape[2]
@@ -147,7 +153,10 @@ def by_masks(
 
 
 def rules_of_call(rules: ByLength, heads: int, dim: int) -> list[HeadRule | None]:
-    """The rule of each head for the kernel; None where it knows none, for all where rules change with the length."""
+    """The rule of each head for the kernel.
+
+    None for heads whose rule it does not know, and for all heads if rules change with the length of the text.
+    """
     if len(rules) != 1:
         return [None] * heads
     known = [rule_of_head(rule, dim) for rule in rules[0][1]]
@@ -167,9 +176,9 @@ def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
 
 
 def is_served(score: PairScore, options: Options, keys: int) -> bool:
-    """Whether a call is a softmax of products with what the kernel knows beside them.
+    """Whether the kernel computes this score with these options.
 
-    That is a softcap, sinks, and a bias that is the same for all queries and learns nothing.
+    It computes dot products, with a softcap, sink logits, and a bias that is the same for all queries and is not trained.
     """
     dot = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
     bias = options.bias
@@ -186,7 +195,11 @@ def bias_of_keys(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | No
 
 
 def spans_of(reading: Reading, window: int | None) -> Spans | None:
-    """First key and end of the keys of each row; None where the mask says more than place, padding and window."""
+    """For each row of the batch the first real key, and the index after the last one.
+
+    None if the mask hides other keys than padding, later ones and those outside the window, if padding stands between
+    real keys, if keys were dropped, or if the mask cannot be read.
+    """
     places = reading.places
     if reading.mask is None:
         return places.spans if places.is_whole else None
