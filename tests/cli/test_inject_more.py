@@ -107,7 +107,8 @@ def test_the_next_safer_candidate_takes_the_place_of_one_refused(capsys, folder,
 def test_where_all_are_refused_nothing_is_written(capsys, folder, tmp_path, monkeypatch, mechanism):
     refusing(monkeypatch, 99)
     code, out, _ = inject(capsys, folder, "--budget", "0.0001", "--output", tmp_path / "out", mechanism=mechanism)
-    assert code == 1 and "Nothing written. The safest of " in out and "Add --resume to reuse the measurements." in out
+    assert code == 1 and re.search("Nothing written. The (safest of|only candidate) ", out)
+    assert "Add --resume to reuse the measurements." in out
     assert "perplexity at most +0.01 %" in out
     assert not (tmp_path / "out").exists()
 

@@ -178,7 +178,7 @@ def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
 def is_served(score: PairScore, options: Options, keys: int) -> bool:
     """Whether the kernel computes this score with these options.
 
-    It computes dot products, with a softcap, sink logits, and a bias that is the same for all queries and is not trained.
+    It computes dot products, with a softcap, sink logits, and a bias that is the same for all queries and not trained.
     """
     dot = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
     bias = options.bias
