@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...engines import Options
-from ...readable import can_read
+from ...readable import can_read, is_exporting
 from ..base import HostCall
 
 
@@ -61,13 +61,16 @@ class Joined:
 def join_tokens(call: HostCall, start: int | Tensor, grows: bool) -> Joined | None:
     """Return the order in which the real tokens of every row follow each other; None if they do so already.
 
-    In compiled calls, which cannot read the mask, tokens are joined wherever there is one.
+    In compiled calls, which cannot read the mask, tokens are joined wherever there is one. Exported programs keep the order
+    of the slots: sorting would fix their lengths, and padding there stands at an end of a row.
 
     Args:
         call: Of the attention layer.
         start: The key that is the first query's own.
         grows: Of the layer, see `Host`.
     """
+    if is_exporting():
+        return None
     places = call.read_mask(grows).places
     if places.real is None or (can_read(places.real) and isinstance(start, int) and places.spans is not None):
         return None
