@@ -61,8 +61,8 @@ class Joined:
 def join_tokens(call: HostCall, start: int | Tensor, grows: bool) -> Joined | None:
     """Return the order in which the real tokens of every row follow each other; None if they do so already.
 
-    In compiled calls, which cannot read the mask, tokens are joined wherever there is one. Exported programs keep the order
-    of the slots: sorting would fix their lengths, and padding there stands at an end of a row.
+    In compiled calls, which cannot read the mask, tokens are joined wherever there is one. Exported programs keep the
+    order of the slots: sorting would fix their lengths, and padding there stands at an end of a row.
 
     Args:
         call: Of the attention layer.
