@@ -21,8 +21,8 @@ AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class SparseHeadRule(CandidateRule):
-    """A rule of `hf_hyperattn.mechanisms.sparse` for one head."""
+class SparseCandidate(CandidateRule):
+    """A rule of `hf_hyperattn.mechanisms.sparse`, for a head or for a whole layer."""
 
     rule: sparse.SparseRule
 
@@ -36,7 +36,27 @@ class SparseHeadRule(CandidateRule):
 
     @property
     def family(self) -> str:
-        return family_of(self.rule)
+        rule = self.rule
+        if isinstance(rule, sparse.Window):
+            return "sinks and window"
+        if isinstance(rule, sparse.Pages):
+            kind = "Quest pages" if rule.summary == "bounds" else "mean pages"
+            kind = "single keys" if rule.page == 1 else kind
+            return kind if rule.query == "own" else f"{kind}, shared by {rule.chunk}"
+        return rule.name
+
+    @staticmethod
+    def layer_config(rules: Sequence[CandidateRule], length: int) -> sparse.SparseConfig:
+        return sparse.SparseConfig(tuple(r.rule for r in rules), tuned_length=length)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def base_config() -> sparse.SparseConfig:
+        return sparse.SparseConfig(sparse.Exact())
+
+
+@dataclass(frozen=True)
+class SparseHeadRule(SparseCandidate):
+    """A rule for one head."""
 
     def share(self, length: int) -> float:
         return share_of(self.rule, length)
@@ -48,14 +68,6 @@ class SparseHeadRule(CandidateRule):
 
     def exact(self) -> SparseHeadRule:
         return SparseHeadRule(sparse.Exact())
-
-    @staticmethod
-    def layer_config(rules: Sequence[CandidateRule], length: int) -> sparse.SparseConfig:
-        return sparse.SparseConfig(tuple(r.rule for r in rules), tuned_length=length)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def base_config() -> sparse.SparseConfig:
-        return sparse.SparseConfig(sparse.Exact())
 
     @staticmethod
     def compare(
@@ -105,23 +117,10 @@ def seen(
 
 
 @dataclass(frozen=True)
-class SparseLayerRule(CandidateRule):
-    """A rule of `hf_hyperattn.mechanisms.sparse` for all heads of an encoder's layer."""
+class SparseLayerRule(SparseCandidate):
+    """A rule for all heads of an encoder's layer."""
 
     causal = False
-    rule: sparse.SparseRule
-
-    @property
-    def is_exact(self) -> bool:
-        return self.rule.is_exact
-
-    @property
-    def group(self) -> str:
-        return "sparse"
-
-    @property
-    def family(self) -> str:
-        return family_of(self.rule)
 
     def share(self, length: int) -> float:
         """Of all length² pairs."""
@@ -130,14 +129,6 @@ class SparseLayerRule(CandidateRule):
     def exact(self) -> SparseLayerRule:
         return SparseLayerRule(sparse.Exact())
 
-    @staticmethod
-    def layer_config(rules: Sequence[CandidateRule], length: int) -> sparse.SparseConfig:
-        return SparseHeadRule.layer_config(rules, length)
-
-    @staticmethod
-    def base_config() -> sparse.SparseConfig:
-        return SparseHeadRule.base_config()
-
     def __str__(self) -> str:
         rule = self.rule
         if isinstance(rule, sparse.Pages):
@@ -145,17 +136,6 @@ class SparseLayerRule(CandidateRule):
         if isinstance(rule, sparse.Window):
             return f"{self.family}: near {rule.near}"
         return self.family
-
-
-def family_of(rule: sparse.SparseRule) -> str:
-    """Return the name that people call rules of this kind by."""
-    if isinstance(rule, sparse.Window):
-        return "sinks and window"
-    if isinstance(rule, sparse.Pages):
-        kind = "Quest pages" if rule.summary == "bounds" else "mean pages"
-        kind = "single keys" if rule.page == 1 else kind
-        return kind if rule.query == "own" else f"{kind}, shared by {rule.chunk}"
-    return rule.name
 
 
 @lru_cache(4096)

@@ -102,6 +102,25 @@ def ours(exported) -> list[str]:
     return [str(node.target) for node in exported.graph.nodes if "hf_hyperattn." in str(node.target)]
 
 
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_windows_of_a_program_count_tokens(family):
+    """Padding inside a row is not counted: the program gives what the same text without it gives."""
+    model = make(family, "trilinear")
+    run = program(model).module()
+    ids, mask = inputs(2, 20)
+    mask[:] = 1
+    mask[0, 6:10] = 0
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    keep = mask[0].bool()
+    with torch.no_grad():
+        found = run(ids, mask)
+        whole = model.model(input_ids=ids, attention_mask=mask)[0]
+        assert (found - whole)[mask.bool()].abs().max() < 1e-4
+        alone = model.model(input_ids=ids[:1, keep], position_ids=places[:1, keep])[0]
+        same = model.model(input_ids=ids, attention_mask=mask, position_ids=places)[0]
+    assert (same[0, keep] - alone[0]).abs().max() < 1e-4
+
+
 @first_always("family, mechanism", FEW)
 def test_a_program_has_plain_operators_alone(family, mechanism):
     """And can be lowered to core ones, which is what ExecuTorch and other runtimes have kernels for."""

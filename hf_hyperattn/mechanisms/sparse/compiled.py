@@ -65,6 +65,8 @@ def attend(
     last, n = text.last, query.shape[2]
     if last is None or last > key.shape[2]:  # not known, or queries after the last key
         return None
+    if options.mask is None and window not in (None, options.window) and window < key.shape[2]:
+        return None  # nothing says that this call hides what lies outside the host's window
     spans = spans_of(text.reading, window)
     if spans is None or not text.reaches(n):
         return None

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, working_dtype
 from ...engines.sdpa import dense
-from ...engines.selection import Places
 from ...fields import refuse
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..checks import check_host
 from ..pruned import refuse_pruned
 from .attention import attend
 from .config import TrilinearConfig
-from .joined import join_tokens
+from .joined import RealTokens, find_real_tokens, join_tokens
 from .reference import Windows, bidaf_scores
 
 
@@ -246,10 +245,10 @@ def cut_rows(call: HostCall, start: int | Tensor, window: int, grows: bool = Fal
     n, m, options = call.query.shape[2], call.key.shape[2], call.options
     i = torch.arange(n, device=call.query.device) + start
     if options.mask is not None:
-        reading = call.read_mask(grows)
-        low, high, seen = reading.ends
-        if reading.places.real is not None:  # windows count tokens, no padding
-            i, low, high = count_tokens(reading.places, low, high)
+        low, high, seen = call.read_mask(grows).ends
+        tokens = find_real_tokens(call, grows)
+        if tokens is not None:  # windows count tokens, no padding
+            i, low, high = count_tokens(tokens, low, high)
     else:
         low, high, seen = torch.zeros_like(i), torch.full_like(i, m - 1), torch.ones_like(i, dtype=torch.bool)
         if options.is_causal:
@@ -262,18 +261,19 @@ def cut_rows(call: HostCall, start: int | Tensor, window: int, grows: bool = Fal
     return cut if cut.dim() == 3 else cut[None, None]
 
 
-def count_tokens(places: Places, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def count_tokens(tokens: RealTokens, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of the tokens of the queries, [B|1, 1, N], and of keys, [B|1, H|1, N|1], without padding.
 
     Args:
-        places: Of the call.
+        tokens: Which are real.
         low, high: int64 [B|1, H|1, N|1], keys.
     """
-    count = places.count[:, places.dropped :]
-    batch = max(len(count), len(low))
+    count = tokens.keys.cumsum(1)
+    of_queries = tokens.of_queries(count)[:, None]
+    batch = max(count.shape[0], low.shape[0])
     count, low, high = (tensor.expand(batch, *tensor.shape[1:]) for tensor in (count, low, high))
     of_low, of_high = (count.gather(1, keys.flatten(1)).view(keys.shape) for keys in (low, high))
-    return count.index_select(1, places.own_keys)[:, None], of_low, of_high
+    return of_queries, of_low, of_high
 
 
 def from_key(options: Options, first: int, offset: int) -> Options:
