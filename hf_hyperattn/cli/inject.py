@@ -127,7 +127,7 @@ def inject_rules(args: argparse.Namespace) -> int:
 
 
 def describe_run(args: argparse.Namespace, task: Task) -> list[str]:
-    """Return the lines that say what is asked for: the model, the goal, the texts."""
+    """Return the lines that name the model, the goal and the texts of a run."""
     settings = [f"mechanism {args.mechanism}", count_threads()]
     if not task.is_encoder:
         settings.insert(1, f"seed {args.seed}")

@@ -82,7 +82,7 @@ class Layers(nn.Module):
             # Kernels divide by the number of query heads that share a key head, and would end the process at 0.
             raise ValueError(
                 f"attention was called with {call.query.shape[1]} query heads and {call.key.shape[1]} key heads; "
-                "allowed: a number of key heads that divides that of the query heads (num_key_value_heads)"
+                "allowed: a number of key heads (num_key_value_heads) that divides the number of query heads"
             )
         if call.keywords.get("hierarchy") is not None:
             warn_of_hierarchy(tuple(self._modules))

@@ -103,7 +103,7 @@ def core_is_ready() -> bool:
 
 
 def longs(values: Sequence[int]) -> Any:
-    """Return an array of int64 that a kernel reads; it may be shared, so that nobody writes to it."""
+    """Return an array of int64 for a kernel to read. Calls may share it: do not write to it."""
     return _longs(tuple(values))
 
 

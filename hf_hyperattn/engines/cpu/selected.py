@@ -82,7 +82,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(rules: Sequence[int], queries: int, keys: int) -> Layout:
-    """The layout of these heads' rules, `HeadRule`s one after the other, for a call with so many queries and keys."""
+    """The layout of the rules of all heads, given as the numbers of one `HeadRule` after the other."""
     return _layout(tuple(rules), _shapes_of(rules, queries, keys))
 
 
@@ -280,7 +280,8 @@ def chosen_pages(
         summaries: of each head the pages' summaries as `page_summaries` makes them, of all pages that are complete, or
             None; none: they are made from the keys.
         kept: what this returned for an earlier query of the same chunks: heads whose rule is by `KEPT` have that.
-        window: the host's sliding window: pages of which it hides a key before the chunk ends are not chosen.
+        window: the host's sliding window. A page is not chosen if the window hides one of its keys before the chunk
+            ends.
 
     Returns:
         The pages, as `selected_attention` takes them.
@@ -363,7 +364,7 @@ def selected_attention(
             count from the first. None: all are keys.
         scale: of the logits; None: 1 / sqrt(d).
         softcap: logits become softcap · tanh(logit / softcap).
-        window: the host's sliding window: a query sees no key that lies so many places before it or more.
+        window: the host's sliding window: a query sees no key that stands `window` or more places before it.
         sinks: [H], a logit of each head that takes part in the softmax and has no value.
         bias: [B, H, M], added to the logits of each key, after the softcap; it gets no gradient.
 

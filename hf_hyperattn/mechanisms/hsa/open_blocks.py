@@ -21,8 +21,8 @@ def is_open(first: Any, left: Any, right: Any, near: Any, sinks: Any) -> Any:
         left: how far the query's own window lies behind the block's last token, from token to token; less than 1 where
             the window begins in the block or before it.
         right: how far the block's first token lies behind the window's last token, likewise.
-        near: a block at a distance of less than so many tokens is open.
-        sinks: the first so many tokens of the text.
+        near: a block is open if its distance is less than this number of tokens.
+        sinks: how many of the first tokens of the text open the blocks that hold them.
     """
     is_within = lambda limit: (left < limit) & (right < limit)
     return (first < sinks) | is_within(near) | is_within(1)
@@ -31,6 +31,6 @@ def is_open(first: Any, left: Any, right: Any, near: Any, sinks: Any) -> Any:
 def first_near(own: int, near: int) -> int:
     """Return the first token at a distance of less than `near` from a window that begins with token `own`.
 
-    Of the blocks before the window, those that end here or later are open.
+    A block before the window is open if it ends at this token or later.
     """
     return max(0, own - max(near, 1) + 1)

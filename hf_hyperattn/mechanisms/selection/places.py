@@ -315,10 +315,10 @@ class Reading:
     def shows_by_place(self, window: int | None) -> bool:
         """Whether the mask shows real queries what their place does, and no more: the real keys up to their own.
 
-        A mask that is added must add 0 to these. What it says to padding does not matter.
+        An additive mask must add 0 to them. The rows of padded queries do not matter.
 
         Args:
-            window: Of these keys the last so many alone, counted with padding; None: all.
+            window: The host's sliding window: only the last `window` of these keys, padding included; None: all.
         """
         return self.remember(("shows by place", window), lambda: self._shows_by_place(window))
 
@@ -355,7 +355,7 @@ class Reading:
         return self.remember("hides previous", lambda: bool(self.find_hidden_previous().any()))
 
     def find_hidden_previous(self) -> Tensor:
-        """Return bool [B|1, N], the real queries from which the mask hides the real token before them."""
+        """Return bool [B|1, N]: whether a query is real and the mask hides the real token before it."""
         return find_hidden_previous(self.given, self.places)
 
     def texts(self, chunk: int | None = None, position_ids: Tensor | None = None) -> Texts | None:
@@ -520,7 +520,7 @@ def none_if_all_false(found: Tensor) -> Tensor | None:
 
 
 def find_hidden_previous(mask: Tensor, places: Places) -> Tensor:
-    """Return bool [B|1, N], the real queries from which a mask hides the real token before them.
+    """Return bool [B|1, N]: whether a query is real and a mask hides the real token before it.
 
     One row for all queries hides padding, and nothing from a single query.
     """

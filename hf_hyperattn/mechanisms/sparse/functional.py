@@ -42,7 +42,7 @@ def sparse_attention(
         attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. Keys that it hides from every
             query and head are padding, which rules do not count.
         dropout_p: probability that a weight is dropped, in [0, 1).
-        is_causal: True: query i is token `first` + i, and sees no key after it. False: queries and keys are those of
+        is_causal: True: query i is token `first` + i, and sees no key after it. False: queries and keys are of
             one text, and a query sees keys on both sides, as in encoders.
         scale: what q·k is multiplied with; None: 1/sqrt(d).
         enable_gqa: allow fewer heads of keys and values than of queries.

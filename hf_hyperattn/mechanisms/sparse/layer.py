@@ -38,7 +38,7 @@ class SparseLayer(MechanismLayer):
         if host is not None and host.grows:
             raise ValueError(
                 f"sparse was given {host.name} of a prefix LM, where a prompt sees the tokens after it and an answer "
-                "does not, which sparse rules do not know; allowed: causal layers and those of encoders, chosen by "
+                "does not, which sparse rules do not know; allowed: causal layers and encoder layers, chosen by "
                 "layers="
             )
         self.host = host

@@ -30,8 +30,8 @@ class Pages(SelectingRule):
     what is left out).
 
     In attention that is not causal, near are the pages that hold a token at a distance of less than `near` from the
-    chunk, before or after it. All other pages of the text can be opened. The last page of the text may be shorter; its
-    score is of the tokens that it has. query="previous" is refused there, since later pages have no chunk before them.
+    chunk, before or after it. All other pages of the text can be opened. The last page of the text may be shorter; only
+    its own tokens enter its score. query="previous" is refused there, since later pages have no chunk before them.
     """
 
     near: int = option(64, "tokens less than so many before a chunk are seen, rounded up to whole pages", least=1)
@@ -73,7 +73,7 @@ class Pages(SelectingRule):
         return share_of(seen + self.count_chosen(before + after.clamp_min(0)), is_causal=False)
 
     def count_chosen(self, pages: Tensor) -> Tensor:
-        """Return the logits of choosing among this many pages, and of the tokens of those that are chosen."""
+        """Return how many logits a query computes: to score this many pages, and for the tokens of the chosen ones."""
         scored = pages.where(pages > self.top, 0).double() * self.channels / self.chunk
         return pages.clamp_max(self.top) * self.page + scored
 
@@ -91,7 +91,7 @@ class Pages(SelectingRule):
         return (start - self.near + 1).clamp_min(0) // self.page * self.page
 
     def closing(self, start: Tensor) -> Tensor:
-        """The token up to which a chunk that begins at `start` sees everything, in attention that is not causal."""
+        """The end of the tokens near a chunk that begins at `start`, in attention that is not causal."""
         return (start + self.chunk + self.near - 2) // self.page * self.page + self.page
 
     def visible(self, call: RuleCall) -> Tensor:

@@ -18,7 +18,7 @@ from ..base import HostCall
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """An order of the tokens of a row: those that are not real first, then the real ones as they stand.
+    """An order of the tokens of a row: first padding, then the real tokens in their own order.
 
     Args:
         places: int64 [B|1, N], the place of each token in this order.
@@ -74,9 +74,10 @@ def take_pairs(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def order_of(real: Tensor) -> Order:
-    """Return the order of the tokens of which these are real, bool [B|1, N].
+    """Return the order of the tokens of rows.
 
-    It is counted, not sorted: a program that is exported keeps any length.
+    Args:
+        real: Bool [B|1, N], which tokens are no padding.
     """
     padding = (~real).long()
     places = torch.where(real, padding.sum(1, keepdim=True) + real.long().cumsum(1) - 1, padding.cumsum(1) - 1)

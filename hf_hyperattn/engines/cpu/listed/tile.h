@@ -1,4 +1,4 @@
-// Neighbouring queries of one head, and what they have attended to so far.
+// Neighbouring queries of one head, and their softmax over the rows that they have attended to so far.
 //
 // A list says which rows of a table the queries attend to, and for each row which queries see it. With many queries each lane
 // of a register belongs to one query, and a row is read once for all of them. With at most kFew queries each lane belongs to a
@@ -82,7 +82,7 @@ struct Sight {
   }
 };
 
-// Logits in memory: that of row j and query r is at[j · row_step + r · query_step].
+// Logits in memory: the logit of row j and query r is at[j · row_step + r · query_step].
 struct Logits {
   float* at;
   int64_t row_step, query_step;
@@ -134,7 +134,7 @@ class QueryTile {
   const float* out(int64_t r) const { return out_ + r * wide_; }
   Running running(int64_t r) const { return {top_[r], sum_[r]}; }
 
-  // How many floats the logits of so many rows take, and how they lie in memory.
+  // How many floats the logits of `rows` rows take, and their layout in memory.
   int64_t size_of(int64_t rows) const { return few_ ? count_ * padded(rows) : kShared * rows; }
   Logits logits_in(float* at, int64_t rows) const {
     return few_ ? Logits{at, 1, padded(rows)} : Logits{at, kShared, 1};

@@ -114,7 +114,8 @@ class WindowTile {
   // `guarded`: values that some queries do not see may be NaN or infinite.
   void attend(int64_t b, int64_t h, int64_t first, int64_t count, bool guarded) {
     place(b, h, first, count);
-    start(!refines());  // scores of equal blocks are to be the same numbers in every pass: they decide what is opened
+    // Scores decide which blocks refinement opens: every pass must compute them in the same order of additions.
+    start(!refines());
     cover();
     const Logits blocks = block_logits();
     tile_.weigh(blocks, closed_.count);

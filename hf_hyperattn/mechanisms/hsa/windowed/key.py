@@ -1,8 +1,8 @@
 """Key-tied attention (docs/hsa.md; arXiv 2509.15448), by the way that serves a call.
 
 Two ways agree, forward and backward. The compiled kernel (native.py, engines/cpu/listed) computes means of keys and
-values over windows once, and each query reads those that it attends to; means of earlier windows may come from a cache.
-Other trees, masks, devices and dtypes go through plain torch (tree/key.py).
+values over windows once. Each query reads the means and tokens that it attends to. Means of earlier windows may come
+from a cache. Other trees, masks, devices and dtypes go through plain torch (tree/key.py).
 """
 
 from __future__ import annotations

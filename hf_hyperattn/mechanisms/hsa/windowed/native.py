@@ -106,8 +106,8 @@ def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *re
     """Output [B, H, N, dv] and log-sum-exp [B, H, N].
 
     Args:
-        query: [B, H, N, d], read in float32 where its dtype is not that of the tokens. Where queries and tokens are
-            bfloat16, and the CPU multiplies such numbers, more than 4 neighbouring queries round their weights to
+        query: [B, H, N, d], read in float32 if tokens have another dtype. If queries and tokens are bfloat16,
+            and the CPU multiplies such numbers, more than 4 neighbouring queries round their weights to
             bfloat16 for the tokens that they share.
         keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
         rest: As in `call_of`.
