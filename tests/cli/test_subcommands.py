@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +63,11 @@ def test_the_shipped_list_is_the_registry():
     assert set(mechanisms()) == OURS
     for name, about in mechanisms().items():
         mechanism = MECHANISMS[name]
-        defaults = json.loads(
-            json.dumps({f.name: f.default for f in fields(mechanism.config)}, default=lambda rule: rule.to_dict())
-        )
+        of_fields = {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory()
+            for f in fields(mechanism.config)
+        }
+        defaults = json.loads(json.dumps(of_fields, default=lambda rule: rule.to_dict()))
         assert (about["stage"], about["paper"]) == (mechanism.stage, mechanism.paper)
         assert (about["config"], about["defaults"]) == (mechanism.config.__name__, defaults)
         assert about["names"] == list(mechanism.names)

@@ -191,5 +191,5 @@ def test_key_heads_that_do_not_divide_the_query_heads_are_refused(config, key_he
     for name in ("k_proj", "v_proj"):
         setattr(layer, name, torch.nn.Linear(32, key_heads * layer.head_dim))
     ha.patch_model(model, config, mode="replace")
-    with pytest.raises(ValueError, match=f"{key_heads} key heads; allowed: a number of key heads that divides"):
+    with pytest.raises(ValueError, match=f"{key_heads} key heads; allowed: a number of key heads .* that divides"):
         model(torch.arange(5, 21)[None], use_cache=False)
