@@ -180,15 +180,18 @@ def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
 def is_served(score: PairScore, options: Options, keys: int) -> bool:
     """Whether the kernel computes this score with these options.
 
-    It computes dot products, with a softcap, sink logits, and a bias that is the same for all queries and not trained.
+    It computes dot products, with a softcap, sink logits, and a bias that is the same for all queries. It has no
+    gradient of a bias or a mask.
     """
     dot = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
-    bias = options.bias
-    if bias is not None:
-        is_of_keys = bias.ndim > 1 and (bias.shape[-2] == 1 or bias.stride(-2) == 0) and bias.shape[-1] in (1, keys)
-        if not is_of_keys or (bias.requires_grad and torch.is_grad_enabled()):
-            return False
-    return dot and not options.dropout_p and options.aggregation is None
+    if not dot or options.dropout_p or options.aggregation is not None:
+        return False
+    bias, mask = options.bias, options.mask
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (bias, mask)):
+        return False
+    if bias is None:
+        return True
+    return bias.ndim > 1 and (bias.shape[-2] == 1 or bias.stride(-2) == 0) and bias.shape[-1] in (1, keys)
 
 
 def bias_of_keys(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
