@@ -161,7 +161,7 @@ def _keep(name: str, host) -> KeepWindows | tuple | str:
         facts = host_facts(name, host, 0)
         if not facts.is_causal:
             return "is not causal, and is given no cache"
-        reaches = reaches_of(layer.of_heads(range(facts.heads), facts.heads), facts.kv_heads)
+        reaches = reaches_of(layer.find_rules(0, facts.heads, facts.heads, is_causal=True), facts.kv_heads)
         return reaches if any(reaches) else "has in every group of query heads one whose rule may look at any key"
     rule = layer.config.rule(True, hyper.heads, type(host).__name__)
     most = lambda x: max(x) if isinstance(x, tuple) else x

@@ -270,7 +270,7 @@ def test_a_cut_cache_with_a_mask_of_the_users_is_refused():
     ids, cache = ids_of(model, length=21), hf.DynamicCache(config=model.config)
     logits(model, input_ids=ids[:, :20], past_key_values=cache)
     mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)
-    with pytest.raises(ValueError, match="where they begin.*use_cache=False") as caught:
+    with pytest.raises(ValueError, match="begin at an unknown token.*use_cache=False") as caught:
         logits(model, input_ids=ids[:, 20:], attention_mask=mask, past_key_values=cache)
     assert "\n" not in str(caught.value)
 

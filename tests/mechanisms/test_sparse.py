@@ -138,7 +138,7 @@ def test_lengths_are_looked_up_by_the_query():
     query, key = drawn(1, 2, LENGTH), drawn(1, 2, LENGTH, seed=1)
     config = ha.SparseConfig([[Window(4, 0)], [Window(9, 1), Exact()]], lengths=(20, 40))
     assert config.tuned_length == 40
-    hidden = masked(query, key, 1.0, Options(is_causal=True), config.by_length(2, "it")).mask
+    hidden = masked(query, key, 1.0, Options(is_causal=True), config.head_rules(2, "it")).mask
     short, long = Window(4, 0).mask(query, key), Window(9, 1).mask(query, key)
     causal = Exact().mask(query, key)
     seen = hidden & causal

@@ -19,6 +19,7 @@ from hf_hyperattn.mechanisms.sparse import (
     Window,
     sparse_rule,
 )
+from hf_hyperattn.mechanisms.sparse.head_rules import HeadRules
 from hf_hyperattn.mechanisms.sparse.masking import masked
 
 LENGTH, SCALE = 43, 0.7
@@ -417,9 +418,9 @@ def window_of_pages(rule, window):
     from hf_hyperattn.mechanisms.sparse.masking import text_of
 
     query, key = drawn(1, 1, LENGTH), drawn(1, 1, LENGTH, seed=1)
-    by_length, options = ((None, (rule,)),), Options(window=window)
-    known = text_of(query, key, read_mask(query, key, options, False), by_length)
-    mask = masked(query, key, SCALE, options, by_length, known, window).mask
+    rules, options = HeadRules(((None, (rule,)),)), Options(window=window)
+    known = text_of(query, key, read_mask(query, key, options, False), rules)
+    mask = masked(query, key, SCALE, options, rules, known, window).mask
     return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
 
 

@@ -205,14 +205,14 @@ def test_hosts_with_more_than_products(host, padded, runs):
     torch.testing.assert_close(torch.cat(steps, 1) * mask[..., None], found[1], atol=2e-5, rtol=0)
 
 
-def model_of(rules):
+def model_of(rules, lengths=None):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=32, num_hidden_layers=2, pad_token_id=0,
                          num_attention_heads=6, num_key_value_heads=3, head_dim=8)  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
-    return ha.patch_model(model, ha.SparseConfig(rules=rules), mode="replace")
+    return ha.patch_model(model, ha.SparseConfig(rules=rules, lengths=lengths), mode="replace")
 
 
 @pytest.mark.parametrize("padded, rules", [(False, RULES), (True, RULES), (True, OTHERS)])
@@ -233,6 +233,46 @@ def test_model_prefills_and_generates(padded, rules, runs):
     torch.testing.assert_close(logits, other_logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(written, other_written)
     assert runs.count(True) == 2 * 21
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("second", [RULES[::-1], OTHERS], ids=["known", "others"])
+def test_rules_for_several_lengths(second, padded, runs):
+    """Also where a prompt and generated tokens cross a length; rows that cross it at different queries go by masks."""
+    model = model_of([RULES, second, RULES[2:] + RULES[:2]], lengths=(20, 75, 90))
+    ids = torch.randint(1, 64, (2, 70))
+    mask = torch.ones_like(ids)
+    mask[1, : 3 if padded else 0] = 0
+    found = []
+    for backend in ("auto", "reference"):
+        ha.set_backend(model, backend)
+        runs.clear()
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask).logits * mask[..., None]
+            written = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+        found.append((logits, written))
+        # 2 layers, the prompt twice and 15 tokens; the row with padding crosses token 75 three tokens later.
+        kernel = 0 if backend == "reference" else 2 * 12 if padded else 2 * 17
+        assert runs.count(True) == kernel
+    (logits, written), (other_logits, other_written) = found
+    torch.testing.assert_close(logits, other_logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(written, other_written)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_several_lengths_learn_by_the_kernel(padded, runs):
+    model = model_of([RULES, RULES[::-1]], lengths=(33, 64)).train()
+    ids, found = torch.randint(1, 64, (1, 70)), []
+    mask = torch.ones_like(ids)
+    mask[0, : 5 if padded else 0] = 0
+    for backend in ("auto", "reference"):
+        ha.set_backend(model, backend)
+        model.zero_grad()
+        (model(ids, attention_mask=mask).logits * mask[..., None]).square().mean().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert runs == [True] * 2 + [False] * 2
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("keys", ["random", "round", "equal", "rising", "one of a kind"])

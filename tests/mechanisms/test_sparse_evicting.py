@@ -25,6 +25,7 @@ from hf_hyperattn.mechanisms.sparse import (
     sparse_rule,
 )
 from hf_hyperattn.mechanisms.sparse.evicted import reaches_of
+from hf_hyperattn.mechanisms.sparse.head_rules import HeadRules
 from hf_hyperattn.mechanisms.sparse.layer import SparseLayer
 from tests.zoo.tiny import tiny_config
 
@@ -106,12 +107,13 @@ def held_of(cache):
 
 
 def test_a_key_head_is_forgotten_where_all_of_its_query_heads_allow_it():
-    rules = ((None, (Window(5, 1), Window(3, 2), Window(4), Exact())),)
+    rules = HeadRules(((None, (Window(5, 1), Window(3, 2), Window(4), Exact())),))
     assert reaches_of(rules, 4) == ((5, 1), (3, 2), (4, 4), None)
     assert reaches_of(rules, 2) == ((5, 2), None)
     assert reaches_of(rules, 1) == (None,)
     both = ((20, (Window(5),)), (40, (Window(9, 0),)))
-    assert reaches_of(both, 1) == ((9, 4),) and reaches_of((both[0], (None, (VerticalSlash(),))), 1) == (None,)
+    assert reaches_of(HeadRules(both), 1) == ((9, 4),)
+    assert reaches_of(HeadRules((both[0], (None, (VerticalSlash(),)))), 1) == (None,)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -177,7 +179,7 @@ def test_biases_sinks_and_softcaps_are_those_of_the_heads():
     torch.manual_seed(0)
     query, bias = torch.randn(1, 4, 50, 8, dtype=torch.float64), torch.randn(1, 4, 50, 50, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, 50, 8, dtype=torch.float64)
-    cache = LayerCache(key, value, reaches_of(layer.of_heads(range(4), 4), 2))
+    cache = LayerCache(key, value, reaches_of(layer.find_rules(0, 4, 4, is_causal=True), 2))
     for i in range(50):
         row, so_far = slice(i, i + 1), slice(0, i + 1)
         cache.append(key[:, :, row], value[:, :, row])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...engines import Options, PairScore, repeat_heads
-from ..base import Host, HostCall, MechanismLayer, Plan
-from ..pruned import refuse_pruned
-from ..selection.cache import EVICTING, KeepWindows, layer_cache_of
+from ...engines import Options, repeat_heads
+from ..base import Host, HostCall
+from ..selection.cache import EVICTING, KeepWindows
 from ..selection.places import read_mask
+from ..selection_layer import Result, SelectingCall, SelectionLayer
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
 from .tree.key import weighted_sum
@@ -21,25 +20,24 @@ from .tree.key import weighted_sum
 EVERYTHING = 2**31
 
 
-class HsaLayer(MechanismLayer):
-    """Blend: (1-g)·o + g·o_hsa with g = 0 at first, which computes both. Replace: o_hsa.
+class HsaLayer(SelectionLayer):
+    """The layer of HSA; what it selects are tokens and blocks.
 
-    Parameters, one number per query head, all zero at first: `gate` g (blend only), and with tying="key" `block_bias`,
+    Parameters, one number per query head, all zero at first: `gate` (blend only), and with tying="key" `block_bias`,
     which is added to the configured one.
 
     Raises:
         ValueError: tying="both" in a causal host, numbers for another count of heads, or a host with a softcap.
     """
 
-    honours_heads = True
-    mixes_heads = False
-    reads_forgotten = True
     counts_keys = True
+    settings = "HSA settings"
+    advice = "run `hyperattn inject --length` on the original model for this length"
+    kept_kind = KeepWindows
+    learned = ("gate", "block_bias")
 
     def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        # In a prefix LM rows grow as in causal attention, and a mask says what a query sees.
-        self.host, self.grows = host, host is not None and host.grows
         rule = None if host is None else config.rule(host.is_causal or self.grows, host.heads, host.name)
         softcap = getattr(getattr(host, "config", None), "attn_logit_softcapping", None)
         if host is not None and softcap is not None:
@@ -47,114 +45,73 @@ class HsaLayer(MechanismLayer):
                 f"hsa was given {host.name}, whose logits have a softcap (attn_logit_softcapping={softcap}), which is "
                 "not linear in the keys; allowed: hosts without softcap"
             )
-        self.gate = self.per_head(host) if mode == "blend" else None
         self.block_bias = self.per_head(host) if rule is not None and rule.tying == "key" else None
 
-    def change(self, plan: Plan) -> Plan:
-        # Read here: offload takes parameters away when this call returns, and the plan runs later.
-        parameters = self.gate, self.block_bias
-        return plan.change(attend=partial(self.attend, plan.call, plan.attend, parameters))
+    def find_rules(self, first: int, count: int, total: int, is_causal: bool) -> Rule:
+        """See `SelectionLayer.find_rules`. With tying="both" all heads are tied, and `weigh_heads` chooses."""
+        rule = self.config.rule(is_causal or self.grows, total, "this call")
+        if count < total:
+            by_head = {name: numbers for name, numbers in vars(rule).items() if isinstance(numbers, tuple)}
+            rule = replace(rule, **{name: numbers[first : first + count] for name, numbers in by_head.items()})
+        if self.heads is None or rule.tying == "both":
+            return rule
+        near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * count
+        return replace(rule, near=tuple(n if h in self.heads else EVERYTHING for h, n in enumerate(near, first)))
 
-    def attend(
-        self, call: HostCall, untied, parameters, score: PairScore, value: Tensor, options: Options, backend="auto",
-        weights=False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The tied attention, beside the untied one where both are wanted.
-
-        Args:
-            untied: attends without ties.
-            parameters: `gate` and `block_bias` as they stand.
-            score, value, options, backend, weights: as in `engines.attention`.
-        """
-        self.warn_beyond(
-            call,
-            self.config.tuned_length,
-            "HSA settings",
-            "run `hyperattn inject --length` on the original model for this length",
-        )
-        if backend != "auto":
+    def attend_selected(self, asked: SelectingCall, rules: Rule, parameters: dict[str, Tensor | None]) -> Result:
+        """See `SelectionLayer.attend_selected`."""
+        call, score, options, learned = asked.call, asked.score, asked.options, parameters["block_bias"]
+        if asked.backend != "auto":
             self._warn_once(
-                f"set_backend(model, {backend!r}) does not reach the tied attention of hsa, which has its own engines",
+                f"set_backend(model, {asked.backend!r}) does not reach the tied attention of hsa, which has its own "
+                "engines",
                 "engine",
             )
-        refuse_pruned(call, "hsa")
-        n, m = call.query.shape[2], call.key.shape[2]
-        if not call.is_causal:
-            call.first_query("hsa", self.host)  # raises where nobody says which of the keys the queries are
-        if self.grows and not call.is_causal and options.mask is None and n > 1:
-            options = replace(options, mask=call.query.new_ones(1, 1, n, m, dtype=torch.bool))
-        learned, block_bias = parameters
-        gate, rule = self.weight(learned, call), self.rule(call, score, block_bias)
-        if gate is not None and learned is None and rule.tying == "key":
-            gate, rule = None, self.exact_elsewhere(rule, call)
-        cache = layer_cache_of(call.key, call.value, "hsa", KeepWindows)
-        if cache is not None and cache.keep is not None and gate is not None:
+        is_blended = self.weigh_heads(parameters["gate"], call, rules) is not None
+        if asked.cache is not None and asked.cache.keep is not None and is_blended:
             raise ValueError(
                 f"{EVICTING} has forgotten keys that the untied attention beside hsa reads; allowed: a cache that was "
                 "made for this model, as it is patched now, or evict=False"
             )
+        n, m = call.query.shape[2], call.key.shape[2]
+        if self.grows and not call.is_causal and options.mask is None and n > 1:
+            options = replace(options, mask=call.query.new_ones(1, 1, n, m, dtype=torch.bool))
+        if learned is not None:
+            start = torch.as_tensor(rules.block_bias, dtype=score.dtype, device=score.device)
+            rules = replace(rules, block_bias=start + learned.to(score.dtype))
         hierarchy = call.keywords.get("hierarchy")
-        hierarchy = self.config.windows if hierarchy is None else hierarchy
         request = Request(
-            hierarchy,
-            rule,
+            self.config.windows if hierarchy is None else hierarchy,
+            rules,
             call.is_causal or self.grows,
-            weights=weights,
-            cache=cache,
+            weights=asked.weights,
+            cache=asked.cache,
             reading=read_mask(call.query, call.key, options, call.is_causal, call.first, self.grows),
             position_ids=call.keywords.get("position_ids"),
             chunk=call.chunk if call.keywords.get("indices") is None else 1,
         )
-        tied = hierarchical(score, value, options, request)
-        if gate is None:
-            return differentiable(*tied, value, options)
-        gate = gate.to(score.query.dtype)[:, None, None]
-        (out, shares), (tied_out, tied_shares) = (
-            untied(score, value, options, backend=backend, weights=weights),
-            tied,
-        )
-        shares = None if shares is None else shares + gate * (tied_shares - shares)
-        return differentiable(out + gate * (tied_out - out), shares, value, options)
+        return hierarchical(score, asked.value, options, request)
 
-    def weight(self, gate: Tensor | None, call: HostCall) -> Tensor | None:
-        """How much of the tied attention each head gets; None for all of it."""
-        heads = self.head_mask(call)
-        return heads if gate is None else gate if heads is None else gate * heads
+    def attend(self, call, whole, parameters, score, value, options, backend="auto", weights=False) -> Result:
+        """See `SelectionLayer.attend`."""
+        out, shares = super().attend(call, whole, parameters, score, value, options, backend, weights)
+        return make_differentiable(out, shares, value, options)
 
-    def rule(self, call: HostCall, score: PairScore, block_bias: Tensor | None) -> Rule:
-        """The config for this call, with the learned part of the block bias."""
-        rank = call.heads
-        rule = self.config.rule(
-            call.is_causal or self.grows, call.query.shape[1] if rank is None else rank.total, "this call"
-        )
-        if rank is not None:
-            by_head = {name: x for name, x in vars(rule).items() if isinstance(x, tuple)}
-            rule = replace(rule, **{name: x[rank.first : rank.first + rank.count] for name, x in by_head.items()})
-        if block_bias is None:
-            return rule
-        start = torch.as_tensor(rule.block_bias, dtype=score.dtype, device=score.device)
-        return replace(rule, block_bias=start + block_bias.to(score.dtype))
-
-    def exact_elsewhere(self, rule: Rule, call: HostCall) -> Rule:
-        """The rule for the chosen heads, and for the others one under which nothing is tied."""
-        near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * call.query.shape[1]
-        first = 0 if call.heads is None else call.heads.first
-        near = tuple(n if h in (self.heads or ()) else EVERYTHING for h, n in enumerate(near, first))
-        return replace(rule, near=near)
-
-    def identical(self) -> bool:
-        return self.gate is not None and not bool(self.gate.any())
+    def weigh_heads(self, gate: Tensor | None, call: HostCall, rules: Rule) -> Tensor | None:
+        """See `SelectionLayer.weigh_heads`."""
+        if gate is None and rules.tying == "both":
+            return self.head_mask(call)
+        return super().weigh_heads(gate, call, rules)
 
 
-def differentiable(
-    out: Tensor, shares: Tensor | None, value: Tensor, options: Options
-) -> tuple[Tensor, Tensor | None]:
-    """The output as the product of the weights and the values, so that the loss has a gradient by the weights.
+def make_differentiable(out: Tensor, shares: Tensor | None, value: Tensor, options: Options) -> Result:
+    """Return the output as the product of the weights and the values, so that the loss has a gradient by the weights.
 
     Args:
         out: [B, H, N, dv].
         shares: the weights [B, H, N, M], or None where nobody asked for them; dropout is not in them.
         value: [B, H or fewer, M, dv].
+        options: of the call.
     """
     if shares is None or not shares.requires_grad or options.dropout_p:
         return out, shares

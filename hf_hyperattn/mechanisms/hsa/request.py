@@ -93,11 +93,6 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
         )
-    if request.reading is not None and request.reading.first.index is None:
-        raise ValueError(
-            "hsa was called with a sliding window and keys of which nobody says where they begin, so that windows "
-            "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
-        )
     if (is_exporting() or is_transformed()) and portable.supports(query, key, options, request):
         out, shares = portable.attend(query, key, value, options, request)
         return out, shares if request.weights else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from ...engines.selection import Lists, Summaries
 from ...readable import can_read
 from ..selection.cache import LayerCache
 from ..selection.places import Reading
-from .masking import ByLength, Text, masked
+from .head_rules import HeadRules
+from .masking import Text, masked
 from .pages import Pages
 from .pages_kept import LastChoice, summaries_of
 from .rules import Exact, SparseRule, Window
@@ -36,7 +38,7 @@ def attend(
     score: PairScore,
     value: Tensor,
     options: Options,
-    rules: ByLength,
+    rules: HeadRules,
     text: Text,
     window: int | None = None,
     backend: str = "auto",
@@ -53,11 +55,7 @@ def attend(
         backend: the engine that was asked for.
         asker: the layer's name, under which the cache keeps its choice.
     """
-    if not text.reading.is_causal:
-        return None
-    heads = rules_of_call(rules, query.shape[1], query.shape[3])
-    rest = [h for h, rule in enumerate(heads) if rule is None]
-    if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_served(score, options, key.shape[2]):
+    if not text.reading.is_causal or backend not in ("auto", "cpu") or not is_served(score, options, key.shape[2]):
         return None
     given = query, key, score.raw_query, score.raw_key, value
     if not selected.serves(*given):
@@ -70,26 +68,70 @@ def attend(
     spans = spans_of(text.reading, window)
     if spans is None or not text.reaches(n):
         return None
+    stretches = stretches_of(rules, spans[0], last - n, n)
+    if not stretches:
+        return None
+    known = [kernel_rules(rules, place, query.shape[3]) for place, _ in stretches]
+    # A head goes by masks if the kernel does not know its rule in some stretch.
+    rest = [h for h, of_head in enumerate(zip(*known, strict=True)) if None in of_head]
+    if len(rest) == query.shape[1]:
+        return None
     # The kernel reads one dtype; under autocast rotated queries and keys are float32, and values are rounded.
     dtype = query.dtype if len({t.dtype for t in given}) == 1 else torch.float32
     asking, searched, values = query.to(dtype), key.to(dtype), value.to(dtype)
     raw_query = asking if score.raw_query is query else score.raw_query.to(dtype)
     raw_key = searched if score.raw_key is key else score.raw_key.to(dtype)
-    # Heads that the kernel does not know get the cheapest rule. Their output is replaced below.
-    chosen, known = None, [HeadRule(1) if rule is None else rule for rule in heads]
-    if any(rule.page for rule in known):
-        if text.before is not None:
-            asking = torch.cat([text.before.to(dtype), asking], 2)
-        chosen = chosen_pages(asking, searched, known, spans, last, n, asker, window)
-    out = selected.selected_attention(
-        raw_query, raw_key, values, known, chosen, spans=spans, offset=last - n, scale=score.scale,
-        softcap=options.softcap, window=window, sinks=options.sinks, bias=bias_of_keys(options.bias, query, key),
-    ).to(query.dtype)  # fmt: skip
-    out = zero_hidden_rows(out, text.reading)
+    earlier = 0
+    if text.before is not None:
+        asking, earlier = torch.cat([text.before.to(dtype), asking], 2), text.before.shape[2]
+    bias = bias_of_keys(options.bias, query, key)
+    parts = []
+    for heads, (_, queries) in zip(known, stretches, strict=True):
+        # Heads that the kernel does not know get the cheapest rule. Their output is replaced below.
+        of_heads = [HeadRule(1) if rule is None else rule for rule in heads]
+        first, stop, chosen = queries.start, queries.stop, None
+        if any(rule.page for rule in of_heads):
+            chosen = chosen_pages(
+                asking[:, :, : earlier + stop], searched, of_heads, spans, last - n + stop, len(queries), asker, window
+            )
+        part = selected.selected_attention(
+            raw_query[:, :, first:stop], raw_key, values, of_heads, chosen, spans=spans, offset=last - n + first,
+            scale=score.scale, softcap=options.softcap, window=window, sinks=options.sinks, bias=bias,
+        )  # fmt: skip
+        parts.append(part)
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    out = zero_hidden_rows(out.to(query.dtype), text.reading)
     if not rest:
         return out
     others = by_masks(rest, query, key, score, value, options, rules, text, window)
     return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
+
+
+def stretches_of(rules: HeadRules, starts: list[int], offset: int, queries: int) -> list[tuple[int, range]] | None:
+    """Cut the queries of a call into stretches, with one rule a head for each.
+
+    Args:
+        rules: of the heads.
+        starts: the first real key of each row.
+        offset: the key that is query 0's own.
+        queries: how many there are.
+
+    Returns:
+        The place in `rules.by_length` and the queries of each stretch; None where rows that begin at different keys are
+        cut at different queries.
+    """
+    found, first = [], 0
+    for place, length in enumerate(rules.lengths[:-1]):
+        stops = {min(max(start + (length or 0) - offset, first), queries) for start in starts or [0]}
+        if len(stops) > 1:
+            return None
+        stop = stops.pop()
+        if stop > first:
+            found.append((place, range(first, stop)))
+        first = stop
+    if first < queries:
+        found.append((len(rules.lengths) - 1, range(first, queries)))
+    return found
 
 
 def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
@@ -134,7 +176,7 @@ def chosen_pages(
 
 
 def by_masks(
-    heads: list[int], query: Tensor, key: Tensor, score: PairScore, value: Tensor, options: Options, rules: ByLength,
+    heads: list[int], query: Tensor, key: Tensor, score: PairScore, value: Tensor, options: Options, rules: HeadRules,
     text: Text, window: int | None,
 ) -> Tensor:  # fmt: skip
     """Some heads alone, [B, len(heads), N, dv], as `masked` has them; arguments as in `attend`."""
@@ -144,25 +186,25 @@ def by_masks(
     if mask is not None and mask.ndim == 4 and mask.shape[1] == every:
         mask = mask[:, heads]
     before = None if text.before is None else text.before[:, heads]
-    rules = tuple((length, tuple((each * (every // len(each)))[h] for h in heads)) for length, each in rules)
     sinks = None if options.sinks is None else options.sinks[heads]
     bias = options.bias
     if bias is not None and bias.ndim == 4 and bias.shape[1] == every:
         bias = bias[:, heads]
     options, text = replace(options, mask=mask, sinks=sinks, bias=bias), replace(text, before=before)
-    hidden = masked(query[:, heads], of(key), score.scale, options, rules, text, window)
+    hidden = masked(query[:, heads], of(key), score.scale, options, rules.of_heads(heads), text, window)
     return attention(dot_score(score.raw_query[:, heads], of(score.raw_key), score.scale), of(value), hidden)[0]
 
 
-def rules_of_call(rules: ByLength, heads: int, dim: int) -> list[HeadRule | None]:
-    """The rule of each head for the kernel.
+@lru_cache(maxsize=256)
+def kernel_rules(rules: HeadRules, place: int, dim: int) -> tuple[HeadRule | None, ...]:
+    """Return the rule of each head for the kernel; None for heads whose rule it does not know.
 
-    None for heads whose rule it does not know, and for all heads if rules change with the length of the text.
+    Args:
+        rules: of the heads; calls of a layer share the object, by which the result is found again.
+        place: of the length in `rules.by_length`.
+        dim: numbers of a query.
     """
-    if len(rules) != 1:
-        return [None] * heads
-    known = [rule_of_head(rule, dim) for rule in rules[0][1]]
-    return known * (heads // len(known))
+    return tuple(rule_of_head(rule, dim) for rule in rules.by_length[place][1])
 
 
 def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from ...config import MechanismConfig, option
 from ...fields import MOST_INTEGER
+from .head_rules import HeadRules, Rules
 from .pages import Pages
 from .rules import SparseRule, check_rule
-
-Rules = tuple[SparseRule, ...]
 
 
 def default_rules() -> Rules:
@@ -92,7 +91,7 @@ class SparseConfig(MechanismConfig):
         rules = write(self.rules) if self.lengths is None else [write(heads) for heads in self.rules]
         return {**super().to_dict(), "rules": rules}
 
-    def by_length(self, heads: int, where: str) -> tuple[tuple[int | None, Rules], ...]:
+    def head_rules(self, heads: int, where: str) -> HeadRules:
         """The rules of all heads, for each length.
 
         Raises:
@@ -106,4 +105,5 @@ class SparseConfig(MechanismConfig):
                     f"heads of {where}"
                 )
         lengths = self.lengths or (None,)
-        return tuple((length, rules * (heads // len(rules))) for length, rules in zip(lengths, several, strict=True))
+        parts = zip(lengths, several, strict=True)
+        return HeadRules(tuple((length, rules * (heads // len(rules))) for length, rules in parts))

@@ -16,14 +16,14 @@ from ...engines import Options
 from ..base import HostCall
 from ..selection.cache import EVICTING, LayerCache, Part, Reach, of_heads
 from ..selection.places import FirstKey
-from .masking import ByLength
+from .head_rules import HeadRules
 
 
-def reaches_of(rules: ByLength, key_heads: int) -> tuple[Reach, ...]:
+def reaches_of(rules: HeadRules, key_heads: int) -> tuple[Reach, ...]:
     """Of each key head what its query heads see, at all lengths; None where one of them may look at any key."""
-    group, found = len(rules[0][1]) // key_heads, []
+    group, found = len(rules.by_length[0][1]) // key_heads, []
     for first in range(0, group * key_heads, group):
-        asked = [None if r.earlier else r.reach for _, each in rules for r in each[first : first + group]]
+        asked = [None if r.earlier else r.reach for _, each in rules.by_length for r in each[first : first + group]]
         known = [reach for reach in asked if reach is not None]
         widest = max(near for near, _ in known or [(0, 0)]), max(sinks for _, sinks in known or [(0, 0)])
         found.append(widest if len(known) == len(asked) else None)
@@ -36,7 +36,7 @@ def query_heads_of(cache: LayerCache, part: Part, heads: int) -> list[int]:
     return [h * group + i for h in part.heads for i in range(group)]
 
 
-def check_reach(cache: LayerCache, call: HostCall, rules: ByLength, window: int | None) -> Tensor | None:
+def check_reach(cache: LayerCache, call: HostCall, rules: HeadRules, window: int | None) -> Tensor | None:
     """Bool [B|1, M], which tokens of the rows are no padding; None where all are.
 
     Raises:
@@ -63,7 +63,8 @@ def check_reach(cache: LayerCache, call: HostCall, rules: ByLength, window: int 
             before = real[:, :start].sum(1, keepdim=True)
             place = count[:, keys.head : keys.base] - 1
             wrong = start < keys.base or bool((lost & ((place < sinks) | (place > before - near))).any())
-            wrong = wrong or (len(rules) > 1 and not bool(lost.all()))  # places of what is left tell no length
+            # With rules for several lengths, the places of what is left do not tell the length.
+            wrong = wrong or (len(rules.lengths) > 1 and not bool(lost.all()))
         if wrong:
             raise ValueError(
                 f"{EVICTING} has forgotten keys that this call reads: its padding is not where it was, its queries "

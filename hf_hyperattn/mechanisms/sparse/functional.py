@@ -15,7 +15,7 @@ from ..checks import check_call
 from ..selection.places import read_mask
 from . import compiled
 from .config import SparseConfig
-from .masking import all_exact, check_both_sides, check_unpacked, masked, text_of
+from .masking import check_unpacked, masked, text_of
 from .rules import SparseRule
 
 
@@ -67,20 +67,20 @@ def sparse_attention(
         )
     if type(first) is not int or not 0 <= first <= max(0, key.shape[2] - n):
         refuse("first", first, f"integers from 0 to {max(0, key.shape[2] - n)}, keys - queries")
-    by_length = SparseConfig(rules).by_length(heads, "this call")
+    head_rules = SparseConfig(rules).head_rules(heads, "this call")
     if not is_causal:
-        check_both_sides(by_length, "this call")
+        head_rules.check_both_sides("this call")
     mask = check_broadcast("attn_mask", attn_mask, (batch, heads, n, key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, offset=first)
     scale = float(width**-0.5) if scale is None else scale
     score = dot_score(query, key, scale)
     plain = replace(options, dropout_p=dropout_p)
-    if not math.prod(score.shape) or all_exact(by_length):  # nothing to select of
+    if not math.prod(score.shape) or head_rules.are_exact:  # nothing to select of
         return attention(score, value, plain, backend=backend)[0].to(query.dtype)
     reading = read_mask(query, key, options, is_causal)
-    text, options = text_of(query, key, reading, by_length), plain
-    check_unpacked(reading, by_length)
-    out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)
+    text, options = text_of(query, key, reading, head_rules), plain
+    check_unpacked(reading, head_rules)
+    out = compiled.attend(query, key, score, value, options, head_rules, text, backend=backend)
     if out is None:
-        out, _ = attention(score, value, masked(query, key, scale, options, by_length, text), backend=backend)
+        out, _ = attention(score, value, masked(query, key, scale, options, head_rules, text), backend=backend)
     return out.to(query.dtype)

@@ -6,7 +6,6 @@ they say goes back to where the keys stand, beside the masks that the call has a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,12 +19,10 @@ from ..selection.cache import QueriesKept
 from ..selection.growing import TAKEN_BACK
 from ..selection.places import Reading, read_mask
 from ..selection.recent import RecentQueries
-from .rules import Exact, RuleCall, SparseRule, Window
+from .head_rules import HeadRules, Rules
+from .rules import Exact, RuleCall, Window
 from .selection import lay
 
-#: The rules of all heads for one length, and for each such length, the shortest first.
-Rules = tuple[SparseRule, ...]
-ByLength = Sequence[tuple[int | None, Rules]]
 #: What `check_one_text` says of chunked attention in decoding, and of hosts that do not pass their window.
 GONE = "cache that drops tokens, of whose sliding window nobody tells attention"
 HIDDEN_PREVIOUS = "mask that hides the token before one"
@@ -37,7 +34,7 @@ SEVERAL_TEXTS = (
 )
 
 
-def check_one_text(reading: Reading, rules: ByLength, window: int | None) -> None:
+def check_one_text(reading: Reading, rules: HeadRules, window: int | None) -> None:
     """Refuse rows that hold several texts, or that are read in chunks, which rules would take for one whole text.
 
     Args:
@@ -49,10 +46,10 @@ def check_one_text(reading: Reading, rules: ByLength, window: int | None) -> Non
         ValueError: a real query does not see the real token before it, or a cache drops tokens without a window.
     """
     mask = reading.mask
-    if mask is None or all(map(is_local, rules_in(rules))):
+    if mask is None or rules.are_local:
         return
     # of a dropped token windows need nothing: what they would see of it, the host hides
-    by_place = any(type(rule) not in (Exact, Window) for rule in rules_in(rules))
+    by_place = any(type(rule) not in (Exact, Window) for rule in rules.every)
     gone = reading.places.dropped > 0 and window is None and by_place
     if gone:
         raise ValueError(SEVERAL_TEXTS.format(GONE))
@@ -64,7 +61,7 @@ def check_one_text(reading: Reading, rules: ByLength, window: int | None) -> Non
         raise ValueError(SEVERAL_TEXTS.format(HIDDEN_PREVIOUS))
 
 
-def check_unpacked(reading: Reading, rules: ByLength) -> None:
+def check_unpacked(reading: Reading, rules: HeadRules) -> None:
     """Refuse a mask of a caller's own that packs several texts into a row; it may hide anything else.
 
     Args:
@@ -75,44 +72,12 @@ def check_unpacked(reading: Reading, rules: ByLength) -> None:
         ValueError: a row holds several texts.
     """
     mask = reading.mask
-    if mask is None or all(map(is_local, rules_in(rules))):
+    if mask is None or rules.are_local:
         return
     if not can_read(mask):
         raise_if(reading.mark_text_starts(), SEVERAL_TEXTS.format(PACKED))
     elif reading.find_text_starts() is not None:
         raise ValueError(SEVERAL_TEXTS.format(PACKED))
-
-
-def check_both_sides(rules: ByLength, where: str) -> None:
-    """Refuse rules that have no meaning where queries see the tokens after them too.
-
-    Args:
-        rules: of all heads and lengths.
-        where: the attention layer, for the error.
-
-    Raises:
-        ValueError: a rule is defined for causal attention only, or rules change with the length.
-    """
-    lengths = tuple(length for length, _ in rules if length is not None)
-    found = [rule.only_causal for _, heads in rules for rule in heads if rule.only_causal]
-    if not lengths and not found:
-        return
-    given = found[0] if found else f"SparseConfig(lengths={lengths})"
-    raise ValueError(
-        f"sparse was given {given} for {where}, whose queries see the tokens after them too; allowed there: Exact(), "
-        "Window(), Pages() with query='own', 'first' or 'chunk', rules of your own with only_causal='', all without "
-        "lengths; causal layers are chosen by layers=lambda host: host.is_causal"
-    )
-
-
-def rules_in(rules: ByLength) -> set[SparseRule]:
-    """All rules, of every head and length."""
-    return {rule for _, heads in rules for rule in heads}
-
-
-def is_local(rule: SparseRule) -> bool:
-    """Whether what a query sees does not depend on where its text begins."""
-    return rule.is_exact or (type(rule) is Window and not rule.sinks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +109,7 @@ class Text:
 
 @torch.no_grad()
 def text_of(
-    query: Tensor, key: Tensor, reading: Reading, rules: ByLength, recent: RecentQueries | QueriesKept | None = None
+    query: Tensor, key: Tensor, reading: Reading, rules: HeadRules, recent: RecentQueries | QueriesKept | None = None
 ) -> Text:
     """What is known of a call's texts; to be called once a call, for it may change `recent`.
 
@@ -164,7 +129,7 @@ def text_of(
         )
     n, places = query.shape[2], reading.places
     last, dropped = places.stop if can_read(key, reading.mask) else None, places.dropped
-    earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
+    earlier = rules.earlier
     before = None
     if earlier and recent is not None and last is not None:
         start, stop = last - n, last + dropped
@@ -186,7 +151,7 @@ def masked(
     key: Tensor,
     scale: float,
     options: Options,
-    rules: ByLength,
+    rules: HeadRules,
     text: Text | None = None,
     window: int | None = None,
 ) -> Options:
@@ -195,19 +160,18 @@ def masked(
     Args:
         query, key: [B, H, N, d] and [B, Hkv, M, d], which rules select by.
         scale: the logit is scale · q·k.
-        rules: for every length one rule a head (or one for all); those of a length hold for its tokens, from the end of
-            the length before on, and those of the last one for all that follow.
+        rules: one for each query head.
         text: what `text_of` says of the call; None: of a causal one whose first token is key 0, and nothing is kept.
         window: the host's sliding window.
 
     Raises:
         ValueError: a rule reads queries before those of the call, which are not known.
     """
-    return options if all_exact(rules) else hide(options, _seen(query, key, scale, options, rules, text, window))
+    return options if rules.are_exact else hide(options, _seen(query, key, scale, options, rules, text, window))
 
 
 @torch.no_grad()
-def _seen(query, key, scale, options: Options, rules: ByLength, text: Text | None, window: int | None) -> Tensor:
+def _seen(query, key, scale, options: Options, rules: HeadRules, text: Text | None, window: int | None) -> Tensor:
     """Bool [B, H, N, M], what the rules let be seen; arguments as in `masked`."""
     text = text_of(query, key, read_mask(query, key, options, True), rules) if text is None else text
     places, heads = text.places, query.shape[1]
@@ -215,11 +179,6 @@ def _seen(query, key, scale, options: Options, rules: ByLength, text: Text | Non
     seen = visible_of(rules, call)[:, :, call.earlier :]
     slots = places.key_numbers.clamp_min(0)[:, None, None].expand(*seen.shape[:3], -1)
     return seen.gather(3, slots) & (places.key_numbers >= 0)[:, None, None]
-
-
-def all_exact(rules: ByLength) -> bool:
-    """Whether nothing is hidden."""
-    return all(rule.is_exact for _, heads in rules for rule in heads)
 
 
 def hide(options: Options, seen: Tensor) -> Options:
@@ -252,14 +211,14 @@ def count_tokens(places: Places) -> Tensor:
     return places.real.sum(1)
 
 
-def visible_of(rules: ByLength, call: RuleCall) -> Tensor:
+def visible_of(rules: HeadRules, call: RuleCall) -> Tensor:
     """Bool [B, H, N, M], what the rules of all heads and lengths let be seen.
 
     Causality is in the mask: of tokens after a query, all are seen here. So are all by padding in calls that are not
     causal, as far as the mask of the model lets it.
     """
-    seen = visible_by_head(rules[-1][1], call)
-    for length, heads in reversed(rules[:-1]):
+    seen = visible_by_head(rules.by_length[-1][1], call)
+    for length, heads in reversed(rules.by_length[:-1]):
         seen = torch.where(call.places < (length or 0), visible_by_head(heads, call), seen)
     return seen | (call.tokens > call.places if call.is_causal else call.places < 0)
 
