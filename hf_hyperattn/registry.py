@@ -27,6 +27,7 @@ class Mechanism:
         functions: its faces in `hf_hyperattn.functional`, by name.
         names: what `attn_implementation=` accepts for it, each with the config meant.
         cross_attention: whether queries and keys may come from different sequences.
+        reads_hierarchy: for the stage "structure": whether it reads the `hierarchy=` that a model is called with.
     """
 
     name: str
@@ -37,6 +38,12 @@ class Mechanism:
     functions: dict[str, Callable] = field(default_factory=dict)
     names: dict[str, Any] = field(default_factory=dict)
     cross_attention: bool = True
+    reads_hierarchy: bool = True
+
+    @property
+    def takes_hierarchy(self) -> bool:
+        """Whether models with this mechanism take `hierarchy=`."""
+        return self.stage == "structure" and self.reads_hierarchy
 
 
 MECHANISMS: dict[str, Mechanism] = {}
@@ -55,10 +62,9 @@ def register(mechanism: Mechanism) -> Mechanism:
     return mechanism
 
 
-def named_configs(stage: str | None = None) -> dict[str, Any]:
-    """What `attn_implementation=` accepts, of all mechanisms or of those of one stage, each with the config meant."""
-    mechanisms = (m for m in MECHANISMS.values() if stage in (None, m.stage))
-    return {name: config for m in mechanisms for name, config in m.names.items()}
+def named_configs() -> dict[str, Any]:
+    """What `attn_implementation=` accepts, each name with the config meant."""
+    return {name: config for m in MECHANISMS.values() for name, config in m.names.items()}
 
 
 def on_register(listener: Callable[[Mechanism], None]) -> None:

@@ -276,7 +276,7 @@ def attach(
     add_cache_hooks(zip(modules, hypers, strict=True))
     write_records(base)
     watch_first_calls(base)
-    if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:
+    if any(get_mechanism(mechanism.mechanism).takes_hierarchy for mechanism in config.mechanisms):
         accept_hierarchy(base, modules)
 
 

@@ -1,7 +1,7 @@
 """Models that take `hierarchy=`: in a call, in `generate`, and as a column that the Trainer keeps.
 
-`generate` and the Trainer look at the signature of `forward`, so a model that is patched with a mechanism of the stage
-"structure" becomes an instance of a subclass of its class, under the same module path and name, whose `forward` has
+`generate` and the Trainer look at the signature of `forward`, so a model that is patched with a mechanism that reads
+hierarchies becomes an instance of a subclass of its class, under the same module path and name, whose `forward` has
 one argument more. The same is done to its parts that can be called by themselves.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
-from ..registry import MECHANISMS, named_configs
+from ..registry import MECHANISMS
 from .checkpoint_config import inner, patched_hosts, tree
 from .class_swap import swap_class
 from .hierarchy_context import (
@@ -178,16 +178,17 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
 
 
 def resolve_names(model: PreTrainedModel) -> None:
-    """Let a model take `hierarchy=` where one of its parts runs a structure by name, and only there."""
-    names = named_configs("structure")
+    """Let a model take `hierarchy=` where one of its parts reads one by name, and only there."""
+    reading = [mechanism for mechanism in MECHANISMS.values() if mechanism.takes_hierarchy]
+    names = {name for mechanism in reading for name in mechanism.names}
     if not any(getattr(config, "_attn_implementation", None) in names for config in tree(model.config)):
         if isinstance(model, Accepting) and not (any(patched_hosts(model)) and PART in model.__dict__):
             ignore_hierarchy(model)
         return
     hosts = [m for n, m in find_hosts(model) if not is_cross_attention(n, m)]
     hosts = [m for m in hosts if getattr(m.config, "_attn_implementation", None) in names]
-    structures = {name for name, mechanism in MECHANISMS.items() if mechanism.stage == "structure"}
-    hosts += [host for _, host in patched_hosts(model) if structures & inner(host.hyper)._modules.keys()]
+    patched = {mechanism.name for mechanism in reading}
+    hosts += [host for _, host in patched_hosts(model) if patched & inner(host.hyper)._modules.keys()]
     if hosts:
         accept_hierarchy(model, hosts)
     else:

@@ -167,7 +167,7 @@ class Hyper(Layers):
 
 def warn_of_hierarchy(names: tuple[str, ...]) -> None:
     """Warn where none of these mechanisms can use the hierarchy of a call."""
-    if not torch.compiler.is_compiling() and all(get_mechanism(name).stage != "structure" for name in names):
+    if not torch.compiler.is_compiling() and not any(get_mechanism(name).takes_hierarchy for name in names):
         logger.warning_once(
             f"hierarchy= reached attention that runs {' and '.join(names)}, which ignores it; leave it out, or patch "
             "the model with a mechanism over hierarchies too, such as HsaConfig()"

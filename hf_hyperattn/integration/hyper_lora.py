@@ -422,7 +422,7 @@ def connect(base: PreTrainedModel, hosts: list[tuple[nn.Module, list[MechanismLa
         stop_noting(host)
         note_hidden([(host, nn.ModuleList(layers))])
         remove_cache_hooks(host)
-        if any(get_mechanism(layer.config.mechanism).stage == "structure" for layer in layers):
+        if any(get_mechanism(layer.config.mechanism).takes_hierarchy for layer in layers):
             structured.append(host)
     add_cache_hooks([(host, nn.ModuleList(layers)) for host, layers in hosts])
     if structured:

@@ -226,18 +226,18 @@ def test_calls_that_are_checkpointed_before_any_is_computed_again(order, reentra
         assert found.keys() == want.keys() and difference(found, want) <= 1e-6
 
 
-@pytest.mark.parametrize("way", ["patched", "by name"])
+@pytest.mark.parametrize("way", ["cone, patched", "cone, by name", "sparse, patched"])
 def test_a_hierarchy_that_no_mechanism_uses_is_warned_of_once(way, caplog):
     hf_logging.warning_once.cache_clear()
-    model = llama()
-    if way == "patched":
-        ha.patch_model(model, ha.ConeConfig(), ha.HeadFusionConfig())
+    model, (mechanism, way) = llama(), way.split(", ")
+    if way == "by name":
+        model.set_attn_implementation(mechanism)
     else:
-        model.set_attn_implementation("cone")
+        ha.patch_model(model, ha.ConeConfig() if mechanism == "cone" else ha.SparseConfig(), ha.HeadFusionConfig())
     for _ in range(2):
         run(model, text_inputs() | {"hierarchy": ids_of_groups()})
     (record,) = [r for r in caplog.records if r.name == "hf_hyperattn"]
-    assert "attention that runs cone" in record.message and "which ignores it" in record.message
+    assert f"attention that runs {mechanism}" in record.message and "which ignores it" in record.message
 
 
 def test_parts_by_name_take_hierarchies_beside_patched_parts(tmp_path):

@@ -38,6 +38,7 @@ register(
         layer=SparseLayer,
         functions={"sparse_attention": sparse_attention},
         cross_attention=False,
+        reads_hierarchy=False,
     )
 )
 
