@@ -12,8 +12,8 @@ from torch import nn
 
 from ..config import MechanismConfig, read_record
 from ..registry import get_mechanism, named_configs
+from .attention import Layers, attention_function
 from .hosts import is_cross_attention
-from .hyper import Layers, attention_function
 
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
 

@@ -1,6 +1,4 @@
-"""Rarer parts of reading the call that Transformers makes of an attention function (hyper.py does the rest), and what
-single families do differently in it.
-"""
+"""What only few attention calls need, or single families; attention.py reads the rest of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
-from transformers.utils import output_capturing
 
 from ..attached import attached_to
 from ..engines import check_backend
@@ -35,9 +32,6 @@ UNHONOURED = frozenset([*REFUSED_KEYWORDS, "cu_seq_lens_q"])
 #: Families whose query arrives multiplied by `module.scaling` are recognised by rule (see below); these are the
 #: exceptions: the rule does not hold, or query and key share the factor.
 SCALED_QUERY_AND_KEY = ("OpenAIPrivacyFilterAttention",)
-
-#: Classes of families that always return their attention weights.
-RETURNING_WEIGHTS = ("BridgeTower", "Mgpstr")
 
 #: Config classes of models that have eager attention alone. Their code counts on a mask that says all, in numbers.
 MASK_SAYS_ALL: set[type] = set()
@@ -141,21 +135,6 @@ def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> N
         )
 
 
-def wants_weights(module: nn.Module, keywords: dict) -> bool:
-    """Whether somebody will read the attention weights of this call.
-
-    Some families pass `output_attentions` down; for the others Transformers collects them with hooks and keeps what
-    it collects in a context variable.
-    """
-    if keywords.get("output_attentions") or type(module).__name__.startswith(RETURNING_WEIGHTS):
-        return True
-    collector = getattr(output_capturing, "_active_collector", None)
-    if torch.compiler.is_compiling() and not getattr(collector, "compiling", False):
-        return False  # the model's own forward does not collect, and the compiler cannot read a context variable
-    collected = collector.get() if collector is not None else None
-    return any(key.endswith("attentions") for key in collected or ())
-
-
 def note_masks(model: PreTrainedModel) -> None:
     """Remember of a model that has no SDPA that its masks must be those of eager attention."""
     if not model._supports_sdpa:
@@ -189,20 +168,6 @@ def chunk_size_of(module: nn.Module) -> int | None:
     if not (isinstance(types, list | tuple) and isinstance(index, int) and index < len(types)):
         return size
     return size if types[index] == "chunked_attention" else None
-
-
-def is_causal_host(module: nn.Module) -> bool:
-    """Whether the module says that its queries see only earlier keys; where it says nothing, what SDPA would take."""
-    return bool(getattr(module, "is_causal", position_hides(module)))
-
-
-def position_hides(module: nn.Module) -> bool:
-    """Whether a causal call without a mask hides later keys.
-
-    In families with eager attention alone nothing does; hosts that `model_patches` routes (they know their stock
-    class) keep to the call contract all the same.
-    """
-    return type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(type(module), "stock_class")
 
 
 def scaling_already_applied(module: nn.Module, scale: float) -> float:

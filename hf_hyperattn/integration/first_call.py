@@ -41,7 +41,7 @@ def watch_first_calls(model: nn.Module) -> None:
 
 
 def note_reached(host: nn.Module) -> None:
-    """End the watch of an attention layer whose call has reached a mechanism; `hyper.py` calls this."""
+    """End the watch of an attention layer whose call has reached a mechanism; `attention_function` calls this."""
     REACHED[host] = code_of_forward(host)
     stop_watching(host)
 

@@ -19,9 +19,9 @@ from .. import mechanisms  # noqa: F401  fills the registry
 from ..engines import attention, dot_score
 from ..mechanisms.base import HostCall
 from ..registry import Mechanism, on_register
+from .attention import attention_function, family_mask, patched_forward
 from .by_name import NamedMechanism
 from .call import UNROUTED
-from .hyper import attention_function, family_mask, patched_forward
 from .stock import FUNCTIONS, HYPER_DOT, OURS, PATCHED
 from .unsupported import refuse_unrouted
 

@@ -12,10 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..config import HyperAttnConfig
 from .attach import repatch, resolve_stock
+from .attention import family_mask, patched_forward
 from .call import note_all
 from .checkpoint_config import INTERNAL, all_configs, patched_hosts, saved_name, tree
 from .conversions import rebuild
-from .hyper import family_mask, patched_forward
 from .record_check import check_loaded
 from .stock import PATCHED, RUNNING, marked, run_beneath
 

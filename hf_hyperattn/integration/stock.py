@@ -9,12 +9,8 @@ from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..mechanisms.selection.places import within_indices
-from .call import is_causal_host, position_hides
 from .hosts import interface_callers
 
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
@@ -140,33 +136,6 @@ def run_beneath(config, running: str = RUNNING) -> None:
         check_beneath(name, f"a patched {config.model_type!r}")
         setattr(config, STOCK, name)
     config._attn_implementation_internal = running
-
-
-def stock_forward(module, query, key, value, attention_mask, weights: bool = False, **keywords):
-    """The stock attention function of this host; masks come as SDPA has them, bool or None.
-
-    Args:
-        weights: attention weights are wanted: only the family's eager function has them, so it computes all.
-    """
-    name = stock_name(module.config)
-    attention_mask = within_indices(attention_mask, keywords.pop("indices", None), key.shape[2])
-    if weights or name == "eager" or keywords.get("softcap") is not None:
-        mask = additive_mask(module, query, key, attention_mask, keywords.get("is_causal"))
-        return eager_function(type(module))(module, query, key, value, mask, **keywords)
-    if name == "flex_attention" or ("flash" in name and attention_mask is not None):
-        name = "sdpa"  # these want masks of their own kind; the result is the same
-    return function_beneath(module, name)(module, query, key, value, attention_mask, **keywords)
-
-
-def additive_mask(module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None) -> Tensor | None:
-    """The mask as eager attention wants it: 0 where visible, the dtype's minimum elsewhere, causality included."""
-    causal = is_causal_host(module) if is_causal is None else is_causal
-    if mask is None and query.shape[2] > 1 and causal and position_hides(module):
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    dtype = torch.float32 if query.dtype == torch.float64 else query.dtype  # in which families take the softmax
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 #: The families' own eager attention by class of host. Found when a model is patched: the compiler cannot look for it.
