@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ CARD = "README.md"
 LARGEST = 200_000  #: bytes; no card that a program makes comes near it
 #: Of a header: characters and levels. PyYAML needs minutes for some thousand levels; a model-index has seven.
 LONGEST_HEADER, MOST_LEVELS = 50_000, 20
+#: The lines around a header.
+OPENING_LINE = re.compile(r"\s*---(?:\r\n|\r|\n)")
+CLOSING_LINE = re.compile(r"[\r\n]---[ \t]*(?:[\r\n]|\Z)")
 RESULTS = Path(".eval_results") / "hf_hyperattn.yaml"
 
 logger = logging.getLogger("hf_hyperattn")
@@ -57,8 +61,6 @@ def load_made(path: Path):
 
 def split_header(path: Path) -> tuple[str | None, str]:
     """The YAML header of a Markdown file, None if it has none, and the whole text."""
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
     if not path.is_file():
         raise UnreadableCard("it is no regular file")
     if path.stat().st_size > LARGEST:
@@ -69,8 +71,17 @@ def split_header(path: Path) -> tuple[str | None, str]:
         raise UnreadableCard("it is not UTF-8 text") from error
     if "\0" in text:
         raise UnreadableCard("it is binary")
-    found = REGEX_YAML_BLOCK.search(text) if text.lstrip().startswith("---") else None
-    return found and found[2], text
+    return find_header(text), text
+
+
+def find_header(text: str) -> str | None:
+    """The YAML header of a card, as huggingface_hub finds it; None if there is none.
+
+    Its own expression (REGEX_YAML_BLOCK) takes minutes for many empty lines, before version 2.
+    """
+    opening = OPENING_LINE.match(text)
+    closing = opening and CLOSING_LINE.search(text, opening.end() - 1)
+    return text[opening.end() : max(opening.end(), closing.start())] if opening and closing else None
 
 
 def check_header(header: str) -> None:

@@ -30,6 +30,7 @@ class NamedMechanism:
 
     def __init__(self, default: MechanismConfig):
         self.default = default
+        self.number = number_of(default)
         self.layers: Layers | None = None
 
     def of(self, module: nn.Module) -> Layers:
@@ -39,23 +40,27 @@ class NamedMechanism:
             says_decoder = getattr(module, "is_decoder", False) is True and getattr(module, "is_causal", True) is False
             if says_decoder or is_cross_attention("", module):
                 return _layers(None)
-        config = by_name_config(module, self.default).for_model(getattr(module, "config", None))
+        config = by_name_config(module, self.number).for_model(getattr(module, "config", None))
         layers = _layers(config)
         if cross_attention and config is self.default and not torch.compiler.is_compiling():
             self.layers = layers
         return layers
 
 
-def by_name_config(module: nn.Module, default: MechanismConfig) -> MechanismConfig:
-    """The mechanism's parameters from `config.hyperattn`, where it names the mechanism; else the defaults."""
+def by_name_config(module: nn.Module, default: int) -> MechanismConfig:
+    """The mechanism's parameters from `config.hyperattn`, where it names the mechanism; else the defaults.
+
+    Args:
+        default: where in `BY_NAME` these are. A number, since the compiler of torch 2.11 cannot pass configs on.
+    """
     data = getattr(getattr(module, "config", None), "hyperattn", None)
     if data is None:
-        return default
+        return BY_NAME[default]
     if not isinstance(data, dict):
         raise ValueError(
             f"config.hyperattn is a {type(data).__name__}; allowed: a dict, as HyperAttnConfig([...]).to_dict() is"
         )
-    return BY_NAME[_number(as_constants(data) if torch.compiler.is_compiling() else data, default)]
+    return BY_NAME[find_number(as_constants(data) if torch.compiler.is_compiling() else data, default)]
 
 
 def as_constants(data):
@@ -70,14 +75,21 @@ def as_constants(data):
     return next(iter({data}))
 
 
-#: The configs that `config.hyperattn` brought for use by name.
+#: The configs of mechanisms that run by name: the defaults of names, and those that `config.hyperattn` brought.
 BY_NAME: list[MechanismConfig] = []
 
 
+def number_of(config: MechanismConfig) -> int:
+    """Where in `BY_NAME` a config is; it is added if it is not there."""
+    if config not in BY_NAME:
+        BY_NAME.append(config)
+    return BY_NAME.index(config)
+
+
 @torch.compiler.assume_constant_result  # the compiler cannot follow it, but guards the dict, and takes a number
-def _number(data: dict, default: MechanismConfig) -> int:
+def find_number(data: dict, default: int) -> int:
     """Where in `BY_NAME` the mechanism's parameters are."""
-    mechanism = default.mechanism
+    mechanism = BY_NAME[default].mechanism
     record = read_record(data)
     for name in ("layers", "heads", "overrides"):
         if getattr(record, name) is not None:
@@ -91,10 +103,7 @@ def _number(data: dict, default: MechanismConfig) -> int:
             f"config.hyperattn holds parameters of {' and '.join(others)}, which {mechanism} used by name does not "
             "run; to run several mechanisms call patch_model with this config"
         )
-    config = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
-    if config not in BY_NAME:
-        BY_NAME.append(config)
-    return BY_NAME.index(config)
+    return number_of(next((m for m in record.mechanisms if m.mechanism == mechanism), BY_NAME[default]))
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import transformers as hf
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -314,6 +315,8 @@ PACKED = """
 @pytest.mark.parametrize("family", [PACKED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in PACKED[1:])])
 def test_images_in_one_row_are_read_one_by_one(family, reader, monkeypatch):
     """Values are projected from hidden states without rotation, so they say which rows a call is about."""
+    if type(hf.AutoConfig.for_model(family)) not in hf.AutoModel._model_mapping.keys():
+        pytest.skip(f"Transformers {hf.__version__} builds {family} inside other models alone")
     made, _ = tiny("base", family)
     calls, real = [], ToyReaderLayer.change
 
