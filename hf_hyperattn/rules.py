@@ -8,7 +8,7 @@ The rules of `hf_hyperattn.SparseConfig`, and the decorator `rule` for rules of 
 
 from typing import TYPE_CHECKING
 
-from .mechanisms.sparse.pages import Pages
+from .mechanisms.sparse.pages import PageRule, Pages
 from .mechanisms.sparse.rules import Exact, RuleCall, SparseRule, Window, import_mask_rule
 from .mechanisms.sparse.rules import sparse_rule as rule
 
@@ -21,6 +21,7 @@ __all__ = [
     "Clusters",
     "Exact",
     "NestedWindows",
+    "PageRule",
     "Pages",
     "RuleCall",
     "SparseRule",

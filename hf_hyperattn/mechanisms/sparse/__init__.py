@@ -6,7 +6,7 @@ from ...registry import Mechanism, register
 from .config import SparseConfig
 from .functional import sparse_attention
 from .layer import SparseLayer
-from .pages import Pages
+from .pages import PageRule, Pages
 from .rules import RULES, Exact, RuleCall, SparseRule, Window, import_mask_rule, sparse_rule
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ __all__ = [
     "RULES",
     "Clusters",
     "Exact",
+    "PageRule",
     "Pages",
     "RuleCall",
     "SparseConfig",

@@ -16,14 +16,14 @@ from torch import Tensor
 from ...attached import attached_to
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
 from ...engines.cpu import selected
-from ...engines.cpu.selected import BY, HeadRule
+from ...engines.cpu.selected import BY, KEPT, HeadRule, shapes_of_choice
 from ...engines.selection import Lists, Summaries
 from ...readable import can_read
 from ..selection.cache import LayerCache
 from ..selection.places import Reading
-from .head_rules import HeadRules
-from .masking import Text, masked
-from .pages import Pages
+from .head_rules import HeadRules, Rules
+from .masking import Text, masked, rule_call
+from .pages import PageRule, Pages
 from .pages_kept import LastChoice, summaries_of
 from .rules import Exact, SparseRule, Window
 
@@ -86,14 +86,16 @@ def attend(
         asking, earlier = torch.cat([text.before.to(dtype), asking], 2), text.before.shape[2]
     bias = bias_of_keys(options.bias, query, key)
     parts = []
-    for heads, (_, queries) in zip(known, stretches, strict=True):
+    for heads, (place, queries) in zip(known, stretches, strict=True):
         # Heads that the kernel does not know get the cheapest rule. Their output is replaced below.
         of_heads = [HeadRule(1) if rule is None else rule for rule in heads]
         first, stop, chosen = queries.start, queries.stop, None
         if any(rule.page for rule in of_heads):
+            own = lists_by_head(rules.by_length[place][1], query, key, score.scale, text, window, queries)
             chosen = chosen_pages(
-                asking[:, :, : earlier + stop], searched, of_heads, spans, last - n + stop, len(queries), asker, window
-            )
+                asking[:, :, : earlier + stop], searched, of_heads, spans, last - n + stop, len(queries), asker, window,
+                own,
+            )  # fmt: skip
         part = selected.selected_attention(
             raw_query[:, :, first:stop], raw_key, values, of_heads, chosen, spans=spans, offset=last - n + first,
             scale=score.scale, softcap=options.softcap, window=window, sinks=options.sinks, bias=bias,
@@ -146,7 +148,7 @@ def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
 
 def chosen_pages(
     query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int, asker: str,
-    window: int | None = None,
+    window: int | None, own: dict[int, Tensor],
 ) -> Lists:  # fmt: skip
     """The pages that the last `queries` queries choose, as `selected.chosen_pages` has them.
 
@@ -157,14 +159,20 @@ def chosen_pages(
         queries: how many are of this call.
         last: the number of keys up to the last query, padding included.
         window: the host's sliding window.
+        own: the pages of heads whose rules choose them in torch, see `lists_by_head`.
     """
     cache = attached_to(key, LayerCache) if last == key.shape[2] else None
     earlier, offset = query.shape[2] - queries, last - query.shape[2]
     summaries: list[Summaries | None] = []
     if cache is not None:  # the summary of a page of one key is that key, which nobody keeps twice
-        summaries = [summaries_of(cache, key, r.page, r.bounds, spans[0]) if r.page > 1 else None for r in rules]
+        summaries = [
+            summaries_of(cache, key, r.page, r.bounds, spans[0]) if r.page > 1 and h not in own else None
+            for h, r in enumerate(rules)
+        ]
 
     def choose(rules: Sequence[HeadRule], kept: Lists | None) -> Lists:
+        if own:
+            kept = put_lists(own, rules, kept, key, queries)
         return selected.chosen_pages(
             query, key, rules, spans=spans, offset=offset, earlier=earlier, summaries=summaries, kept=kept,
             window=window,
@@ -173,6 +181,49 @@ def chosen_pages(
     if cache is None or queries > 1:
         return choose(rules, None)
     return cache.kept(("choice", asker), LastChoice).choose(rules, spans, last, choose)
+
+
+def lists_by_head(
+    rules: Rules, query: Tensor, key: Tensor, scale: float, text: Text, window: int | None, queries: range
+) -> dict[int, Tensor]:
+    """The pages of heads whose rules choose them in torch, int32 [B, chunks, most] by head, as `Lists` has them.
+
+    Args:
+        rules: one for each head.
+        query, key, scale, text, window: of the whole call, as in `attend`.
+        queries: those that are asked for.
+    """
+    heads = [h for h, rule in enumerate(rules) if lists_itself(rule)]
+    if not heads:
+        return {}
+    group = query.shape[1] // key.shape[1]
+    before = None if text.before is None else text.before[:, heads]
+    with torch.no_grad():
+        shared = key[:, [h // group for h in heads]]
+        call = rule_call(query[:, heads], shared, scale, replace(text, before=before), window)
+        found: dict[int, Tensor] = {}
+        for rule in dict.fromkeys(rules[h] for h in heads):
+            index = [i for i, h in enumerate(heads) if rules[h] == rule]
+            lists = rule.list_pages(call.heads(index), queries)
+            found |= {heads[i]: of_head for i, of_head in zip(index, lists.unbind(1), strict=True)}
+    return found
+
+
+def lists_itself(rule: SparseRule) -> bool:
+    """Whether a rule lists its pages in torch. The kernel finds those of `Pages`."""
+    return isinstance(rule, PageRule) and type(rule) is not Pages
+
+
+def put_lists(
+    own: dict[int, Tensor], rules: Sequence[HeadRule], kept: Lists | None, key: Tensor, queries: int
+) -> Lists:
+    """Return the pages that are known already, with those of the heads in `own`."""
+    shapes = shapes_of_choice(rules, queries, key.shape[2])
+    if kept is None:
+        parts = [torch.full((len(key), *shape), -1, dtype=torch.int32) for shape in shapes]
+    else:
+        parts = kept.of_heads()
+    return Lists(torch.cat([own.get(h, part).flatten(1) for h, part in enumerate(parts)], 1), shapes)
 
 
 def by_masks(
@@ -216,6 +267,8 @@ def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
     if type(rule) is Pages:
         by, bounds = BY.index(rule.query), int(rule.summary == "bounds")
         return HeadRule(rule.near, rule.sinks, rule.page, rule.chunk, rule.top, bounds, by, rule.channels_of(dim))
+    if lists_itself(rule):
+        return HeadRule(rule.near, rule.sinks, rule.page, rule.chunk, rule.top, by=KEPT)
     return None
 
 

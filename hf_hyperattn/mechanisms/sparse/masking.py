@@ -6,7 +6,9 @@ they say goes back to where the keys stand, beside the masks that the call has a
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ from .head_rules import HeadRules, Rules
 from .rules import Exact, RuleCall, Window
 from .selection import lay
 
+logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
+#: Where the rules of this package are defined.
+OUR_RULES = __package__ or ""
 #: What `check_one_text` says of chunked attention in decoding, and of hosts that do not pass their window.
 GONE = "cache that drops tokens, of whose sliding window nobody tells attention"
 HIDDEN_PREVIOUS = "mask that hides the token before one"
@@ -167,7 +172,23 @@ def masked(
     Raises:
         ValueError: a rule reads queries before those of the call, which are not known.
     """
-    return options if rules.are_exact else hide(options, _seen(query, key, scale, options, rules, text, window))
+    if rules.are_exact:
+        return options
+    log_masked_rules(rules)
+    return hide(options, _seen(query, key, scale, options, rules, text, window))
+
+
+def log_masked_rules(rules: HeadRules) -> None:
+    """Say once of each rule from outside this package that it runs under a mask."""
+    if torch.compiler.is_compiling():
+        return
+    for kind in dict.fromkeys(map(type, rules.every)):
+        if not kind.__module__.startswith(OUR_RULES):
+            logger.warning_once(
+                f"hf_hyperattn: the sparse rule {kind.name!r} runs under a mask of all pairs, which saves no time. "
+                "Rules that derive from hf_hyperattn.rules.PageRule run on the kernel in causal calls on the CPU in "
+                "float32 and bfloat16."
+            )
 
 
 @torch.no_grad()

@@ -1,7 +1,11 @@
-"""Pages of keys of which a query opens the best, by a summary of each: bounds (Quest) or the mean (MoBA, InfLLM)."""
+"""Pages of keys of which a query opens the best, by a score of each.
+
+`PageRule` is for any score. `Pages` scores by a summary: bounds (Quest) or the mean (MoBA, InfLLM).
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,48 +15,92 @@ from torch.nn.functional import pad
 
 from ...fields import option
 from .rules import RuleCall, share_of, sparse_rule
-from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of, cut_to_text
+from .selection import (
+    CHUNK_HELP,
+    QUERY_HELP,
+    SELECTORS,
+    Chunks,
+    SelectingRule,
+    Selector,
+    best,
+    chunks_of,
+    cut_to_text,
+)
 
 Summary = Literal["bounds", "mean"]
 
 
-@sparse_rule("pages")
-@dataclass(frozen=True)
-class Pages(SelectingRule):
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The pages that chunks of queries have chosen.
+
+    Args:
+        chunks: Of the call's queries.
+        pages: Bool [B, H, R, P], the pages of each chunk.
+        opening, closing: int64 [B, 1, R, 1], the tokens near each chunk begin and end here.
+    """
+
+    chunks: Chunks
+    pages: Tensor
+    opening: Tensor
+    closing: Tensor
+
+
+class PageRule(SelectingRule):
     """The nearest tokens, the first ones, and the `top` pages of all others with the largest scores.
 
+    A rule of your own is a frozen dataclass with the fields below, and defines `score_pages`. It runs on the compiled
+    kernel in causal calls on a CPU, and under a mask elsewhere, with the same result.
+
     Page a holds tokens a·page ... (a+1)·page - 1. A chunk of queries that begins at token c sees all tokens from
-    w = page·floor(max(0, c - near + 1) / page) on, the sinks, and chooses among the pages before w. With q what the
-    chunk selects by, a page's score is q·(its mean key), or with bounds Σ_d max(q_d m_d, q_d M_d), m and M the least
-    and the largest of its keys by channel: no key of the page has a larger product with q (Quest, arXiv 2406.10774).
-    Where `channels` is below 1, d are that share of the channels alone, rounded, at least one: those of largest |q_d|,
-    of equal ones the first (with pages of one key SparQ, arXiv 2312.04985, without the mean value that stands there for
-    what is left out).
+    w = page·floor(max(0, c - near + 1) / page) on, the sinks, and chooses among the pages before w; of equal scores
+    the first.
 
     In attention that is not causal, near are the pages that hold a token at a distance of less than `near` from the
     chunk, before or after it. All other pages of the text can be opened. The last page of the text may be shorter; only
     its own tokens enter its score. query="previous" is refused there, since later pages have no chunk before them.
+
+    Args:
+        near: Tokens less than so many before a chunk are seen, rounded up to whole pages; at least 1.
+        sinks: So many first tokens of the text are seen.
+        page: Tokens of a page; at least 1.
+        top: So many pages are opened.
+        query: What a chunk chooses by, see `selection.QUERY_HELP`.
+        chunk: Queries that share a choice; 1 if query="own".
     """
 
-    near: int = option(64, "tokens less than so many before a chunk are seen, rounded up to whole pages", least=1)
-    sinks: int = option(4, "so many first tokens of the text are seen", least=0)
-    page: int = option(16, "tokens of a page", least=1)
-    top: int = option(16, "so many pages are opened", least=0)
-    summary: Summary = option("bounds", "what a page is scored by", choices=get_args(Summary))
-    query: Selector = option("own", QUERY_HELP, choices=SELECTORS)
-    chunk: int = option(16, CHUNK_HELP, least=1)
-    channels: float = option(1.0, "share of the channels that pages are scored by, where q is largest", above=0)
+    near: int
+    sinks: int
+    page: int
+    top: int
 
     def __post_init__(self):
         super().__post_init__()
-        if self.channels > 1:
-            self._refuse("channels", "at most 1")
+        for name, least in (("near", 1), ("sinks", 0), ("page", 1), ("top", 0), ("chunk", 1)):
+            number = getattr(self, name)
+            if type(number) is not int or number < least:
+                self._refuse(name, f"integers of at least {least}")
+        if self.query not in SELECTORS:
+            self._refuse("query", ", ".join(SELECTORS))
+
+    @abstractmethod
+    def score_pages(self, query: Tensor, pages: Tensor, real: Tensor | None = None) -> Tensor:
+        """Return the scores of pages, [B, H, R, P]; the largest are opened.
+
+        Args:
+            query: [B, H, R, d], what each chunk chooses by; float32, or float64 where the call is.
+            pages: [B, H, P, page, d], the keys of each page; the last one is filled up with zeros.
+            real: Bool [B or 1, 1, P, page, 1], the keys that the text has, where a page that is not complete may be
+                opened: in attention that is not causal. None: all. A page without keys may have any score.
+        """
+
+    @property
+    def score_cost(self) -> float:
+        """What the score of a page costs, as a share of a logit."""
+        return 1.0
 
     def share(self, length: int) -> float:
-        """Tokens seen, and pages scored, where there are more than are opened, over the queries that share them.
-
-        A page that is scored by a share of the channels counts as much of a logit.
-        """
+        """Tokens seen, and pages scored, where there are more than are opened, over the queries that share them."""
         places = torch.arange(length)
         opening = self.opening(places // self.chunk * self.chunk)
         pages = (opening // self.page - self.sinks // self.page).clamp_min(0)
@@ -74,17 +122,13 @@ class Pages(SelectingRule):
 
     def count_chosen(self, pages: Tensor) -> Tensor:
         """Return how many logits a query computes: to score this many pages, and for the tokens of the chosen ones."""
-        scored = pages.where(pages > self.top, 0).double() * self.channels / self.chunk
+        scored = pages.where(pages > self.top, 0).double() * self.score_cost / self.chunk
         return pages.clamp_max(self.top) * self.page + scored
 
     @property
     def only_causal(self) -> str:
         """A choice by the chunk before."""
-        return "Pages(query='previous')" if self.query == "previous" else ""
-
-    def channels_of(self, dim: int) -> int:
-        """How many channels of `dim` score pages."""
-        return max(1, round(self.channels * dim))
+        return f"{type(self).__name__}(query='previous')" if self.query == "previous" else ""
 
     def opening(self, start: Tensor) -> Tensor:
         """The token from which on a chunk that begins at `start` sees everything."""
@@ -94,21 +138,19 @@ class Pages(SelectingRule):
         """The end of the tokens near a chunk that begins at `start`, in attention that is not causal."""
         return (start + self.chunk + self.near - 2) // self.page * self.page + self.page
 
-    def visible(self, call: RuleCall) -> Tensor:
-        """[B, H, N, M]."""
+    def choose_pages(self, call: RuleCall) -> Choice:
+        """Return what the chunks of a call's queries choose."""
         chunks = chunks_of(call, self.chunk, self.query)
         opening, closing = self.opening(chunks.start), self.closing(chunks.start)
-        keys, real = pages_of(call.key, self.page), None
-        starts = torch.arange(keys.shape[2], device=keys.device) * self.page
+        pages, real = pages_of(call.key, self.page), None
+        starts = torch.arange(pages.shape[2], device=pages.device) * self.page
         stops = starts + self.page
-        near = call.tokens >= chunks.spread(opening)
         candidates = stops <= opening
         if call.lengths is not None:
             lengths = call.lengths[:, None, None, None]
-            near = near & (call.tokens < chunks.spread(closing))
             candidates = candidates | ((starts >= closing) & (starts < lengths))
             stops = stops.minimum(lengths)
-            inside = torch.arange(keys.shape[3], device=keys.device)
+            inside = torch.arange(pages.shape[3], device=pages.device)
             real = (starts[:, None] + inside < lengths)[..., None]
         candidates = candidates & (stops > self.sinks)
         if call.window is not None:  # what a cache has dropped, or drops before the chunk ends, is no candidate
@@ -116,10 +158,89 @@ class Pages(SelectingRule):
             if not call.is_causal:
                 candidates = candidates & (stops <= chunks.start + call.window)
         chunks.check(call, candidates)
-        chosen = best(scores_of(self.summary, self.asking(chunks.query), keys, real), candidates, self.top)
+        chosen = best(self.score_pages(chunks.query, pages, real), candidates, self.top)
+        return Choice(chunks, chosen, opening, closing)
+
+    def visible(self, call: RuleCall) -> Tensor:
+        """[B, H, N, M]."""
+        choice = self.choose_pages(call)
+        chunks = choice.chunks
+        near = call.tokens >= chunks.spread(choice.opening)
+        if not call.is_causal:
+            near = near & (call.tokens < chunks.spread(choice.closing))
         page = cut_to_text(self.page, call.key.shape[2])
-        tokens = chunks.spread(chosen).repeat_interleave(page, -1)[..., : call.key.shape[2]]
+        tokens = chunks.spread(choice.pages).repeat_interleave(page, -1)[..., : call.key.shape[2]]
         return tokens | near | (call.tokens < self.sinks)
+
+    def list_pages(self, call: RuleCall, queries: range) -> Tensor:
+        """Return the pages that the chunks of some queries of a causal call choose, int32 [B, H, chunks, most].
+
+        As the kernel reads them: chunk 0 is that of the first real query, and a list is filled up with -1.
+
+        Args:
+            call: With all queries.
+            queries: Those that are asked for, without the `call.earlier` ones.
+        """
+        choice, count = self.choose_pages(call), len(queries)
+        place = call.place[:, call.earlier + queries.start : call.earlier + queries.stop]
+        of_query = choice.chunks.of_query[:, call.earlier + queries.start : call.earlier + queries.stop]
+        real = place >= 0
+        index = real.int().argmax(1, keepdim=True)  # of the first real query, in each row of the batch
+        first = place.gather(1, index).clamp_min(0)
+        # A query of each chunk: the one at its first token, or the first real one.
+        chunk = first // self.chunk + torch.arange(count // self.chunk + 2, device=place.device)
+        query = index + (chunk * self.chunk).maximum(first) - first
+        query, is_there = query.clamp_max(count - 1), query < count
+        is_there = is_there & real.gather(1, query)
+        rows = of_query.gather(1, query)
+        chosen = choice.pages.gather(
+            2, rows[:, None, :, None].expand(len(rows), choice.pages.shape[1], -1, choice.pages.shape[3])
+        )
+        chosen = chosen & is_there[:, None, :, None]
+        pages, most = chosen.shape[3], min(self.top, call.key.shape[2] // self.page)
+        number = torch.arange(pages, device=chosen.device).where(chosen, pages)
+        listed = number.sort(-1).values[..., :most]
+        return listed.masked_fill(listed == pages, -1).to(torch.int32)
+
+
+@sparse_rule("pages")
+@dataclass(frozen=True)
+class Pages(PageRule):
+    """A `PageRule` that scores pages by a summary of their keys.
+
+    With q what the chunk selects by, a page's score is q·(its mean key), or with bounds Σ_d max(q_d m_d, q_d M_d), m
+    and M the least and the largest of its keys by channel: no key of the page has a larger product with q (Quest,
+    arXiv 2406.10774). Where `channels` is below 1, d are that share of the channels alone, rounded, at least one: those
+    of largest |q_d|, of equal ones the first (with pages of one key SparQ, arXiv 2312.04985, without the mean value
+    that stands there for what is left out). A page that is scored by a share of the channels costs as much of a logit.
+    """
+
+    near: int = option(64, "tokens less than so many before a chunk are seen, rounded up to whole pages", least=1)
+    sinks: int = option(4, "so many first tokens of the text are seen", least=0)
+    page: int = option(16, "tokens of a page", least=1)
+    top: int = option(16, "so many pages are opened", least=0)
+    summary: Summary = option("bounds", "what a page is scored by", choices=get_args(Summary))
+    query: Selector = option("own", QUERY_HELP, choices=SELECTORS)
+    chunk: int = option(16, CHUNK_HELP, least=1)
+    channels: float = option(1.0, "share of the channels that pages are scored by, where q is largest", above=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.channels > 1:
+            self._refuse("channels", "at most 1")
+
+    @property
+    def score_cost(self) -> float:
+        """The share of the channels."""
+        return self.channels
+
+    def score_pages(self, query: Tensor, pages: Tensor, real: Tensor | None = None) -> Tensor:
+        """See `PageRule.score_pages`."""
+        return scores_of(self.summary, self.asking(query), pages, real)
+
+    def channels_of(self, dim: int) -> int:
+        """How many channels of `dim` score pages."""
+        return max(1, round(self.channels * dim))
 
     def asking(self, query: Tensor) -> Tensor:
         """[B, H, R, d], what chunks choose by: 0 in channels that score nothing."""
