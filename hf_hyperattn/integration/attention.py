@@ -284,7 +284,7 @@ class Layers(nn.Module):
         layers: Iterable[Callable] = self._modules.values()
         rank, everything = call.heads, False
         if rank is not None:
-            call, layers, everything = on_rank(tuple(layers), call, rank)
+            call, layers, everything = on_rank(tuple(self._modules.values()), call, rank)
         elif PARTITIONED in self.__dict__:
             refuse_partitioned(self)
         query, key = call.query, call.key

@@ -130,7 +130,9 @@ class SelectionLayer(MechanismLayer):
             return out, shares
         first, shown = asked.attend_whole()
         gate = gate.to(out.dtype)[:, None, None]
-        return first + gate * (out - first), shares if shown is None else shown + gate * (shares - shown)
+        if shares is None or shown is None:
+            return first + gate * (out - first), shares
+        return first + gate * (out - first), shown + gate * (shares - shown)
 
     def rules_of(self, call: HostCall) -> Any:
         """Return the rules of the heads that are in the call, found once."""

@@ -193,25 +193,26 @@ def lists_by_head(
         query, key, scale, text, window: of the whole call, as in `attend`.
         queries: those that are asked for.
     """
-    heads = [h for h, rule in enumerate(rules) if lists_itself(rule)]
-    if not heads:
+    listing = {h: own for h, rule in enumerate(rules) if (own := listing_rule(rule)) is not None}
+    if not listing:
         return {}
+    heads = list(listing)
     group = query.shape[1] // key.shape[1]
     before = None if text.before is None else text.before[:, heads]
     with torch.no_grad():
         shared = key[:, [h // group for h in heads]]
         call = rule_call(query[:, heads], shared, scale, replace(text, before=before), window)
         found: dict[int, Tensor] = {}
-        for rule in dict.fromkeys(rules[h] for h in heads):
-            index = [i for i, h in enumerate(heads) if rules[h] == rule]
+        for rule in dict.fromkeys(listing.values()):
+            index = [i for i, h in enumerate(heads) if listing[h] == rule]
             lists = rule.list_pages(call.heads(index), queries)
             found |= {heads[i]: of_head for i, of_head in zip(index, lists.unbind(1), strict=True)}
     return found
 
 
-def lists_itself(rule: SparseRule) -> bool:
-    """Whether a rule lists its pages in torch. The kernel finds those of `Pages`."""
-    return isinstance(rule, PageRule) and type(rule) is not Pages
+def listing_rule(rule: SparseRule) -> PageRule | None:
+    """Return the rule if it lists its pages in torch; else None. The kernel finds those of `Pages`."""
+    return rule if isinstance(rule, PageRule) and type(rule) is not Pages else None
 
 
 def put_lists(
@@ -267,9 +268,8 @@ def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
     if type(rule) is Pages:
         by, bounds = BY.index(rule.query), int(rule.summary == "bounds")
         return HeadRule(rule.near, rule.sinks, rule.page, rule.chunk, rule.top, bounds, by, rule.channels_of(dim))
-    if lists_itself(rule):
-        return HeadRule(rule.near, rule.sinks, rule.page, rule.chunk, rule.top, by=KEPT)
-    return None
+    own = listing_rule(rule)
+    return None if own is None else HeadRule(own.near, own.sinks, own.page, own.chunk, own.top, by=KEPT)
 
 
 def is_served(score: PairScore, options: Options, keys: int) -> bool:

@@ -182,10 +182,10 @@ def log_masked_rules(rules: HeadRules) -> None:
     """Say once of each rule from outside this package that it runs under a mask."""
     if torch.compiler.is_compiling():
         return
-    for kind in dict.fromkeys(map(type, rules.every)):
+    for kind, name in dict.fromkeys((type(rule), rule.name) for rule in rules.every):
         if not kind.__module__.startswith(OUR_RULES):
             logger.warning_once(
-                f"hf_hyperattn: the sparse rule {kind.name!r} runs under a mask of all pairs, which saves no time. "
+                f"hf_hyperattn: the sparse rule {name!r} runs under a mask of all pairs, which saves no time. "
                 "Rules that derive from hf_hyperattn.rules.PageRule run on the kernel in causal calls on the CPU in "
                 "float32 and bfloat16."
             )
