@@ -318,7 +318,7 @@ def hsa_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
     if plan.options.bias is not None:
         logits = logits + plan.options.bias[0]
     seen = read_visible(hide(torch.zeros_like(logits)[None], plan.options)[0])
-    rule = part.rule(call, query, None)
+    rule = part.config.rule(call.is_causal or part.grows, heads, "this call")
     counts = {n: by_head(getattr(rule, n), heads) for n in ("near", "sinks", "refine_top_k")}
     ((tree, tokens),) = trees_of(hierarchy_for(part.config.windows, 1, length, call.is_causal), call.is_causal)
     spare = len(tokens) - length
