@@ -36,6 +36,15 @@ class LoudPages(PageRule):
         return longest[:, :, None] + torch.einsum("bhrd,bhpkd->bhrp", query, pages)
 
 
+@rule("test_only_new_pages")
+@dataclass(frozen=True)
+class OnlyNewPages(Pages):
+    """Changes what the kernel knows of `Pages`: nothing before token 10 is seen."""
+
+    def visible(self, call):
+        return super().visible(call) & (call.tokens >= 10)
+
+
 @rule("test_every_third")
 @dataclass(frozen=True)
 class EveryThird(SparseRule):
@@ -239,6 +248,16 @@ class Newest(PageRule):
     assert all(runs) and len(runs) == 2 * 6
     same = model_of(Window(near=16, sinks=1))  # what the newest pages are, up to where a page begins
     assert written.shape == same.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).shape
+
+
+def test_a_rule_that_changes_what_is_seen_goes_by_a_mask(runs):
+    q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    each = OnlyNewPages(near=4, page=4, top=3)
+    out = sparse_attention(q, k, v, is_causal=True, rules=each)
+    changed = sparse_attention(q, torch.randn_like(k).where(torch.arange(40)[:, None] < 10, k), v, is_causal=True,
+                               rules=each)  # fmt: skip
+    assert runs == [False, False] and not each.mask(q, k)[..., :10].any()
+    torch.testing.assert_close(out[:, :, 10:14], changed[:, :, 10:14])  # later queries may choose other pages
 
 
 @pytest.mark.parametrize("each, calls", [(EveryThird(), [False]), (LoudPages(), [True])], ids=["mask", "lists"])

@@ -27,6 +27,8 @@ from .pages import PageRule, Pages
 from .pages_kept import LastChoice, summaries_of
 from .rules import Exact, SparseRule, Window
 
+#: The methods of `PageRule` that the kernel has of its own.
+FIXED = ("visible", "opening", "choose_pages")
 #: More tokens than any text has.
 EVERYTHING = 2**40
 Spans = tuple[list[int], list[int]]
@@ -211,8 +213,15 @@ def lists_by_head(
 
 
 def listing_rule(rule: SparseRule) -> PageRule | None:
-    """Return the rule if it lists its pages in torch; else None. The kernel finds those of `Pages`."""
-    return rule if isinstance(rule, PageRule) and type(rule) is not Pages else None
+    """Return the rule if it lists its pages in torch; else None.
+
+    The kernel finds the pages of `Pages` itself. It knows which tokens are near: a rule that changes what `PageRule`
+    says of them goes by masks.
+    """
+    if not isinstance(rule, PageRule) or type(rule) is Pages:
+        return None
+    is_changed = any(getattr(type(rule), name) is not getattr(PageRule, name) for name in FIXED)
+    return None if is_changed else rule
 
 
 def put_lists(

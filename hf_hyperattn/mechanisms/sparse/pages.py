@@ -50,7 +50,8 @@ class PageRule(SelectingRule):
     """The nearest tokens, the first ones, and the `top` pages of all others with the largest scores.
 
     A rule of your own is a frozen dataclass with the fields below, and defines `score_pages`. It runs on the compiled
-    kernel in causal calls on a CPU, and under a mask elsewhere, with the same result.
+    kernel in causal calls on a CPU, and under a mask elsewhere, with the same result. A rule that overrides `visible`,
+    `opening` or `choose_pages` always runs under a mask.
 
     Page a holds tokens a·page ... (a+1)·page - 1. A chunk of queries that begins at token c sees all tokens from
     w = page·floor(max(0, c - near + 1) / page) on, the sinks, and chooses among the pages before w; of equal scores
