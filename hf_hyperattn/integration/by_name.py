@@ -75,7 +75,7 @@ def as_constants(data):
     return next(iter({data}))
 
 
-#: The configs of mechanisms that run by name: the defaults of names, and those that `config.hyperattn` brought.
+#: Configs of mechanisms that run by name: the default of each name, and those from `config.hyperattn`.
 BY_NAME: list[MechanismConfig] = []
 
 

@@ -1,4 +1,4 @@
-"""What the layers of HSA and of sparse rules have in common: attention to what is selected, beside the whole one."""
+"""The base of the layers of HSA and of sparse rules: attention to selected keys, blended with full attention."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SelectionLayer(MechanismLayer):
     mixes_heads = False
     reads_forgotten = True
 
-    #: What a warning calls the settings that were chosen for a length, and what it advises.
+    #: For the warning beyond the length that settings were chosen for: their name, and the advice.
     settings: ClassVar[str]
     advice: ClassVar[str]
     #: The type of `LayerCache.keep` that the layer can read, if a cache may forget something.
@@ -109,7 +109,7 @@ class SelectionLayer(MechanismLayer):
         backend: str = "auto",
         weights: bool = False,
     ) -> Result:
-        """Return the attention to what is selected, blended with the whole one if there is a gate."""
+        """Return o_selected, blended with full attention if there is a gate."""
         name = self.config.mechanism
         self.warn_beyond(call, self.config.tuned_length, self.settings, self.advice)
         if call.first.index is None:

@@ -21,7 +21,7 @@ EVERYTHING = 2**31
 
 
 class HsaLayer(SelectionLayer):
-    """The layer of HSA; what it selects are tokens and blocks.
+    """The layer of HSA. It selects tokens and blocks.
 
     Parameters, one number per query head, all zero at first: `gate` (blend only), and with tying="key" `block_bias`,
     which is added to the configured one.

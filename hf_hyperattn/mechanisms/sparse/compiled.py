@@ -193,7 +193,7 @@ def lists_by_head(
     Args:
         rules: one for each head.
         query, key, scale, text, window: of the whole call, as in `attend`.
-        queries: those that are asked for.
+        queries: a range of the queries of the call.
     """
     listing = {h: own for h, rule in enumerate(rules) if (own := listing_rule(rule)) is not None}
     if not listing:

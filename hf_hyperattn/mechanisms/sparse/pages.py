@@ -180,7 +180,7 @@ class PageRule(SelectingRule):
 
         Args:
             call: With all queries.
-            queries: Those that are asked for, without the `call.earlier` ones.
+            queries: A range of the queries that follow the `call.earlier` ones.
         """
         choice, count = self.choose_pages(call), len(queries)
         place = call.place[:, call.earlier + queries.start : call.earlier + queries.stop]
