@@ -259,6 +259,22 @@ def test_rules_for_several_lengths(second, padded, runs):
     assert torch.equal(written, other_written)
 
 
+@pytest.mark.parametrize("length", [24, 29])
+def test_a_length_that_cuts_a_chunk(length):
+    """A chunk chooses by all its queries, also by those after the length, for which other rules hold."""
+    rules = [[Pages(near=4, page=4, top=top, query="chunk", chunk=8)] for top in (1, 2)]
+    model, found = model_of(rules, lengths=(length, 64)), []
+    for name, parameter in model.named_parameters():
+        if "proj" in name:
+            parameter.data.mul_(15)  # so that the choice shows in the logits
+    ids = torch.randint(1, 64, (2, 64), generator=torch.Generator().manual_seed(3))
+    for backend in ("auto", "reference"):
+        ha.set_backend(model, backend)
+        with torch.no_grad():
+            found.append(model(ids, use_cache=False).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_several_lengths_learn_by_the_kernel(padded, runs):
     model = model_of([RULES, RULES[::-1]], lengths=(33, 64)).train()

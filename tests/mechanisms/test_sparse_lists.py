@@ -13,7 +13,7 @@ from transformers.utils import logging as hf_logging
 import hf_hyperattn as ha
 from hf_hyperattn.functional import sparse_attention
 from hf_hyperattn.mechanisms.sparse import compiled
-from hf_hyperattn.rules import PageRule, Pages, SparseRule, Window, rule
+from hf_hyperattn.rules import PageRule, Pages, SparseRule, rule
 from tests.engines.test_native import needs_compiler
 
 pytestmark = needs_compiler
@@ -163,11 +163,14 @@ def test_bfloat16(runs):
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def model_of(rules, **more):
+def model_of(rules, window=None, **more):
     sizes = dict(vocab_size=64, hidden_size=40, intermediate_size=32, num_hidden_layers=2, pad_token_id=0)
-    config = hf.LlamaConfig(**sizes, num_attention_heads=5, num_key_value_heads=1, head_dim=8)
+    sizes |= dict(num_attention_heads=5, num_key_value_heads=1, head_dim=8)
     torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(config).eval()
+    if window is None:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)).eval()
+    else:
+        model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, sliding_window=window)).eval()
     return ha.patch_model(model, ha.SparseConfig(rules, **more), mode="replace")
 
 
@@ -246,8 +249,41 @@ class Newest(PageRule):
     with torch.no_grad():
         written = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert all(runs) and len(runs) == 2 * 6
-    same = model_of(Window(near=16, sinks=1))  # what the newest pages are, up to where a page begins
-    assert written.shape == same.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).shape
+    ha.set_backend(model, "reference")
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(written, expected)
+
+
+@pytest.mark.parametrize("window", [9, 14, 20])
+def test_a_sliding_window(window, runs):
+    """Pages that the window hides before a chunk ends are no candidates."""
+    found = []
+    for backend in ("auto", "reference"):
+        model = model_of(MIXED, window=window)
+        ha.set_backend(model, backend)
+        with torch.no_grad():
+            found.append(model(torch.arange(1, 51)[None], use_cache=False).logits)
+    assert runs == [True] * 2 + [False] * 2
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["opening", "choose_pages"])
+def test_a_rule_that_overrides_a_step_of_the_choice_goes_by_a_mask(method, runs, caplog, monkeypatch):
+    hf_logging.warning_once.cache_clear()
+    monkeypatch.setattr(LoudPages, method, lambda self, given: getattr(PageRule, method)(self, given), raising=False)
+    q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        sparse_attention(q, k, v, is_causal=True, rules=LoudPages())
+    assert runs == [False] and f"overrides PageRule.{method}" in caplog.text
+
+
+def test_one_line_says_that_the_call_is_not_served(caplog):
+    hf_logging.warning_once.cache_clear()
+    q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        for _ in range(2):
+            sparse_attention(q, k, v, rules=LoudPages())
+    assert caplog.text.count("The kernel does not take this call") == 1
 
 
 def test_a_rule_that_changes_what_is_seen_goes_by_a_mask(runs):

@@ -27,8 +27,6 @@ from .pages import PageRule, Pages
 from .pages_kept import LastChoice, summaries_of
 from .rules import Exact, SparseRule, Window
 
-#: The methods of `PageRule` that the kernel has of its own.
-FIXED = ("visible", "opening", "choose_pages")
 #: More tokens than any text has.
 EVERYTHING = 2**40
 Spans = tuple[list[int], list[int]]
@@ -220,8 +218,7 @@ def listing_rule(rule: SparseRule) -> PageRule | None:
     """
     if not isinstance(rule, PageRule) or type(rule) is Pages:
         return None
-    is_changed = any(getattr(type(rule), name) is not getattr(PageRule, name) for name in FIXED)
-    return None if is_changed else rule
+    return None if rule.find_changed_method() else rule
 
 
 def put_lists(
@@ -265,7 +262,18 @@ def kernel_rules(rules: HeadRules, place: int, dim: int) -> tuple[HeadRule | Non
         place: of the length in `rules.by_length`.
         dim: numbers of a query.
     """
-    return tuple(rule_of_head(rule, dim) for rule in rules.by_length[place][1])
+    length, heads = rules.by_length[place]
+    if place == len(rules.by_length) - 1:
+        length = None  # the last rules hold to the end of the text
+    return tuple(None if cuts_chunk(rule, length) else rule_of_head(rule, dim) for rule in heads)
+
+
+def cuts_chunk(rule: SparseRule, length: int | None) -> bool:
+    """Return whether a rule that holds up to a length lacks queries there that a chunk chooses by.
+
+    The kernel gets the queries up to the length alone. `Pages` that choose by the whole chunk also need those after it.
+    """
+    return length is not None and type(rule) is Pages and rule.query == "chunk" and length % rule.chunk != 0
 
 
 def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:

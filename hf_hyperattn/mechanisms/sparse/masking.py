@@ -22,6 +22,7 @@ from ..selection.growing import TAKEN_BACK
 from ..selection.places import Reading, read_mask
 from ..selection.recent import RecentQueries
 from .head_rules import HeadRules, Rules
+from .pages import PageRule
 from .rules import Exact, RuleCall, Window
 from .selection import lay
 
@@ -186,9 +187,19 @@ def log_masked_rules(rules: HeadRules) -> None:
         if not kind.__module__.startswith(OUR_RULES):
             logger.warning_once(
                 f"hf_hyperattn: the sparse rule {name!r} runs under a mask of all pairs, which saves no time. "
-                "Rules that derive from hf_hyperattn.rules.PageRule run on the kernel in causal calls on the CPU in "
-                "float32 and bfloat16."
+                + explain_mask(kind)
             )
+
+
+def explain_mask(kind: type) -> str:
+    """Return the sentence that says why a rule of this class from outside this package runs under a mask."""
+    served = "causal calls on the CPU in float32 and bfloat16"
+    if not issubclass(kind, PageRule):
+        return f"Rules that derive from hf_hyperattn.rules.PageRule run on the kernel in {served}."
+    changed = kind.find_changed_method()
+    if changed:
+        return f"It overrides PageRule.{changed}, which the kernel computes itself. Define score_pages alone."
+    return f"The kernel does not take this call. It takes {served}; docs/selection.md lists the exceptions."
 
 
 @torch.no_grad()

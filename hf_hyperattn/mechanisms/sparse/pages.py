@@ -28,6 +28,8 @@ from .selection import (
 )
 
 Summary = Literal["bounds", "mean"]
+#: Methods of `PageRule` whose results the kernel computes itself. It would not notice a subclass that changes them.
+FIXED = ("visible", "opening", "choose_pages")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +86,16 @@ class PageRule(SelectingRule):
         if self.query not in SELECTORS:
             self._refuse("query", ", ".join(SELECTORS))
 
+    @classmethod
+    def find_changed_method(cls) -> str:
+        """Return the name of a method that keeps this class from the kernel; "" if there is none."""
+        return next((name for name in FIXED if getattr(cls, name) is not getattr(PageRule, name)), "")
+
     @abstractmethod
     def score_pages(self, query: Tensor, pages: Tensor, real: Tensor | None = None) -> Tensor:
         """Return the scores of pages, [B, H, R, P]; the largest are opened.
+
+        The score of a page must depend on no later page: `pages` also holds keys that come after a chunk.
 
         Args:
             query: [B, H, R, d], what each chunk chooses by; float32, or float64 where the call is.
