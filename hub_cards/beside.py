@@ -17,9 +17,8 @@ CARD = "README.md"
 LARGEST = 200_000  #: bytes; no card that a program makes comes near it
 #: Of a header: characters and levels. PyYAML needs minutes for some thousand levels; a model-index has seven.
 LONGEST_HEADER, MOST_LEVELS = 50_000, 20
-#: The lines around a header.
-OPENING_LINE = re.compile(r"\s*---(?:\r\n|\r|\n)")
-CLOSING_LINE = re.compile(r"[\r\n]---[ \t]*(?:[\r\n]|\Z)")
+#: Line breaks in a row that no card has. The expression of huggingface_hub before version 2 takes minutes for them.
+EMPTY_LINES = re.compile(r"[\r\n]{200}")
 RESULTS = Path(".eval_results") / "hf_hyperattn.yaml"
 
 logger = logging.getLogger("hf_hyperattn")
@@ -75,13 +74,16 @@ def split_header(path: Path) -> tuple[str | None, str]:
 
 
 def find_header(text: str) -> str | None:
-    """The YAML header of a card, as huggingface_hub finds it; None if there is none.
+    """The YAML header of a card; None if there is none.
 
-    Its own expression (REGEX_YAML_BLOCK) takes minutes for many empty lines, before version 2.
+    It is found by the expression with which huggingface_hub will find it again: what is checked must be what is parsed.
     """
-    opening = OPENING_LINE.match(text)
-    closing = opening and CLOSING_LINE.search(text, opening.end() - 1)
-    return text[opening.end() : max(opening.end(), closing.start())] if opening and closing else None
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    if not text.lstrip().startswith("---") or EMPTY_LINES.search(text):
+        return None
+    found = REGEX_YAML_BLOCK.search(text)
+    return found and found[2]
 
 
 def check_header(header: str) -> None:

@@ -126,11 +126,12 @@ def test_a_header_that_cannot_be_read(name, start, model, made, tmp_path, caplog
         (b"---\nlicense: mit\n---\n" + b"x" * 10_000_000, 1),
         (b"\n" * 190_000, 0),
         (b"---" + b"\n" * 190_000, 0),
+        (b"---\n---\na: [" + b"x," * 60_000 + b"]\n---\nhello\n", 1),  # the first two lines are no header
         (b"---\nlicense: mit\n---\n# Mine\n", 0),
         (b"# Mine\n", 0),
         (b"", 0),
     ],
-    ids=["utf-16", "latin-1", "binary", "zero", "huge", "newlines", "dashes", "own", "plain", "empty"],
+    ids=["utf-16", "latin-1", "binary", "zero", "huge", "newlines", "dashes", "two dashes", "own", "plain", "empty"],
 )
 def test_a_file_of_any_content(content, warnings, model, tmp_path, caplog):
     (tmp_path / "README.md").write_bytes(content)

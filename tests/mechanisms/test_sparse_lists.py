@@ -36,6 +36,27 @@ class LoudPages(PageRule):
         return longest[:, :, None] + torch.einsum("bhrd,bhpkd->bhrp", query, pages)
 
 
+@rule("test_no_checks")
+@dataclass(frozen=True)
+class NoChecks(LoudPages):
+    """Leaves out what PageRule does with its fields."""
+
+    chunk: int = 4
+
+    def __post_init__(self):
+        pass
+
+
+@rule("test_same_for_all_heads")
+@dataclass(frozen=True)
+class SameForAllHeads(LoudPages):
+    wrong: bool = False
+
+    def score_pages(self, query, pages, real=None):
+        scores = pages.square().sum((1, 3, 4))[:, None, None]
+        return scores[..., :1, :-1] if self.wrong else scores
+
+
 @rule("test_only_new_pages")
 @dataclass(frozen=True)
 class OnlyNewPages(Pages):
@@ -284,6 +305,22 @@ def test_one_line_says_that_the_call_is_not_served(caplog):
         for _ in range(2):
             sparse_attention(q, k, v, rules=LoudPages())
     assert caplog.text.count("The kernel does not take this call") == 1
+
+
+@pytest.mark.parametrize("each, by_kernel", [(NoChecks(), False), (SameForAllHeads(), True)])
+def test_odd_rules_give_what_masks_give(each, by_kernel, runs):
+    q, k, v = (torch.randn(2, 4, 37, 8) for _ in range(3))
+    found = [sparse_attention(q, k, v, is_causal=True, rules=each, backend=b) for b in ("auto", "reference")]
+    assert runs == [by_kernel, False]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_of_another_shape_are_refused():
+    q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    with pytest.raises(
+        ValueError, match=r"SameForAllHeads\.score_pages returned \[1, 1, 1, 9\]; allowed: \[1, 2, 40, 10\]"
+    ):
+        sparse_attention(q, k, v, is_causal=True, rules=SameForAllHeads(wrong=True))
 
 
 def test_a_rule_that_changes_what_is_seen_goes_by_a_mask(runs):

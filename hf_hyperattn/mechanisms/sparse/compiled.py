@@ -218,6 +218,8 @@ def listing_rule(rule: SparseRule) -> PageRule | None:
     """
     if not isinstance(rule, PageRule) or type(rule) is Pages:
         return None
+    if rule.query == "own" and rule.chunk != 1:  # a __post_init__ that leaves out that of PageRule, which makes it 1
+        return None
     return None if rule.find_changed_method() else rule
 
 

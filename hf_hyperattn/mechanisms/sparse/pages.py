@@ -56,8 +56,8 @@ class PageRule(SelectingRule):
     `opening` or `choose_pages` always runs under a mask.
 
     Page a holds tokens a·page ... (a+1)·page - 1. A chunk of queries that begins at token c sees all tokens from
-    w = page·floor(max(0, c - near + 1) / page) on, the sinks, and chooses among the pages before w; of equal scores
-    the first.
+    w = page·floor(max(0, c - near + 1) / page) on, and the sinks. Among the pages before w it opens the `top` with the
+    largest scores; of equal scores the first.
 
     In attention that is not causal, near are the pages that hold a token at a distance of less than `near` from the
     chunk, before or after it. All other pages of the text can be opened. The last page of the text may be shorter; only
@@ -168,7 +168,13 @@ class PageRule(SelectingRule):
             if not call.is_causal:
                 candidates = candidates & (stops <= chunks.start + call.window)
         chunks.check(call, candidates)
-        chosen = best(self.score_pages(chunks.query, pages, real), candidates, self.top)
+        scores, shape = self.score_pages(chunks.query, pages, real), (*chunks.query.shape[:3], pages.shape[2])
+        if scores.dim() != 4 or any(size not in (1, full) for size, full in zip(scores.shape, shape, strict=True)):
+            raise ValueError(
+                f"{type(self).__name__}.score_pages returned {list(scores.shape)}; allowed: {list(shape)} "
+                "[batch, heads, chunks, pages], or 1 where all have the same score"
+            )
+        chosen = best(scores.expand(shape), candidates, self.top)
         return Choice(chunks, chosen, opening, closing)
 
     def visible(self, call: RuleCall) -> Tensor:
