@@ -20,7 +20,9 @@ WATCHED = ("transformers", "peft", "accelerate", "datasets", "evaluate")
 def register() -> None:
     """Called when Python starts. Does nothing unless HF_HYPERATTN_AUTOLOAD is 1."""
     try:
-        if os.environ.get(VARIABLE) == "1" and not any(isinstance(f, _Finder) for f in sys.meta_path):
+        if os.environ.get(VARIABLE) == "1" and not any(
+            isinstance(f, _Finder) for f in sys.meta_path
+        ):
             sys.meta_path.insert(0, _Finder())
     except Exception as error:
         _complain(error)
@@ -87,7 +89,9 @@ class _Loader:
 
 def _half_run(finished):
     """Whether an import of a watched module is under way, apart from the one with the spec `finished`."""
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in WATCHED]
+    modules = [
+        module for name, module in list(sys.modules.items()) if name.partition(".")[0] in WATCHED
+    ]
     specs = [getattr(module, "__spec__", None) for module in modules]
     return any(getattr(spec, "_initializing", False) for spec in specs if spec is not finished)
 

@@ -39,11 +39,17 @@ Examples:
 UNITS = {"s": 1, "min": 60, "h": 3600}
 #: What argparse says, and what is said in its place.
 WORDS = (
-    (r"argument (\S+): invalid int value: (.*)", r"\1 \2 is no whole number; allowed: digits, such as \1 1024"),
+    (
+        r"argument (\S+): invalid int value: (.*)",
+        r"\1 \2 is no whole number; allowed: digits, such as \1 1024",
+    ),
     (r"argument (\S+): invalid float value: (.*)", r"\1 \2 is no number; allowed: such as \1 0.02"),
     (r"argument (\S+): expected one argument", r"\1 needs a value; allowed: \1 VALUE"),
     (r"argument (\S+): expected at least one argument", r"\1 needs a value; allowed: \1 VALUE ..."),
-    (r"argument (\S+): ignored explicit argument (.*)", r"\1 takes no value, and got \2; allowed: \1 by itself"),
+    (
+        r"argument (\S+): ignored explicit argument (.*)",
+        r"\1 takes no value, and got \2; allowed: \1 by itself",
+    ),
     (r"the following arguments are required: (.*)", r"\1 is missing; add it"),
     (r"argument ([^ :]+): (.*)", r"\1: \2"),
 )
@@ -58,7 +64,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         message = " ".join(message.split())
         if message.startswith("the following arguments are required"):
-            self._check_options([word for word in self.words if not self._is_option(word.partition("=")[0])])
+            self._check_options(
+                [word for word in self.words if not self._is_option(word.partition("=")[0])]
+            )
         for pattern, words in WORDS:
             if re.fullmatch(pattern, message):
                 message = re.sub(pattern, words, message)
@@ -74,7 +82,9 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         self._check_options(unknown)
         if unknown:
-            self.error(f"{unknown[0]!r} is one argument too many; leave it out, or quote what holds spaces")
+            self.error(
+                f"{unknown[0]!r} is one argument too many; leave it out, or quote what holds spaces"
+            )
         return known, unknown
 
     def _is_option(self, word: str) -> bool:
@@ -82,12 +92,20 @@ class Parser(argparse.ArgumentParser):
 
     def _check_options(self, unknown: Sequence[str]) -> None:
         """An error where one of these words looks like an option; options of this parser are not among them."""
-        for word in (word.partition("=")[0] for word in unknown if word.startswith("-") and len(word) > 1):
-            self.error(f"no option {word!r}; leave it out{nearest(word, self._option_string_actions)}")
+        for word in (
+            word.partition("=")[0] for word in unknown if word.startswith("-") and len(word) > 1
+        ):
+            self.error(
+                f"no option {word!r}; leave it out{nearest(word, self._option_string_actions)}"
+            )
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """As argparse's, of whose options the last one would win in silence."""
-        if action in self.given and action.option_strings and not isinstance(action, argparse._AppendAction):
+        if (
+            action in self.given
+            and action.option_strings
+            and not isinstance(action, argparse._AppendAction)
+        ):
             behind = ", with all files behind it" if action.nargs == "+" else ""
             self.error(f"{action.option_strings[-1]} is given twice; allowed: once{behind}")
         self.given.add(action)
@@ -96,7 +114,9 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any):
         if action.choices is not None and value not in action.choices:
             what = f"no {(action.metavar or action.dest or 'value')}".lower()
-            self.error(f"{what} {value!r}; allowed: {', '.join(action.choices)}{nearest(value, action.choices)}")
+            self.error(
+                f"{what} {value!r}; allowed: {', '.join(action.choices)}{nearest(value, action.choices)}"
+            )
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -167,7 +187,9 @@ def duration(text: str) -> float:
     """The type of times, in seconds: 90s, 20min, 1.5h."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|min|h)", text)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; allowed: such as 90s, 20min or 1.5h")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time; allowed: such as 90s, 20min or 1.5h"
+        )
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -175,7 +197,9 @@ def setting(text: str) -> tuple[str, Any]:
     """The type of --set: NAME=VALUE, whose value is JSON, or else a word."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is no setting; allowed: NAME=VALUE, such as rank=96")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no setting; allowed: NAME=VALUE, such as rank=96"
+        )
     try:
         return name, json.loads(value)
     except ValueError:
@@ -218,9 +242,17 @@ def _bench(add: Callable) -> None:
       hyperattn bench HuggingFaceTB/SmolLM2-135M --mechanism cone+hype --length 1024 --json
     """
     _model(add)
-    add("--length", type=int, default=1024, metavar="N", help="tokens that are read (default: 1024)")
+    add(
+        "--length", type=int, default=1024, metavar="N", help="tokens that are read (default: 1024)"
+    )
     add("--generate", type=int, default=32, metavar="N", help="new tokens, 2 or more (default: 32)")
-    add("--repeats", type=int, default=3, metavar="N", help="times that each is measured (default: 3)")
+    add(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="times that each is measured (default: 3)",
+    )
 
 
 def _card(add: Callable) -> None:
@@ -236,7 +268,11 @@ def _card(add: Callable) -> None:
       hyperattn card out --facts facts.json --write
     """
     add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
-    add("--facts", metavar="FILE", help="JSON file with more facts: base_model, license, results, ...")
+    add(
+        "--facts",
+        metavar="FILE",
+        help="JSON file with more facts: base_model, license, results, ...",
+    )
     add("--write", action="store_true", help="write it to README.md beside the weights")
 
 
@@ -258,22 +294,49 @@ def _compare(add: Callable) -> None:
       hyperattn compare MODEL --text a.txt b.txt --mechanisms cone+hype,none --seeds 5 --steps 200 --out cmp
     """
     add("model", metavar="MODEL", help="directory or Hub id of a causal LM with its own attention")
-    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts to train on and to read")
+    add(
+        "--text",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 texts to train on and to read",
+    )
     add("--mechanisms", type=recipes, required=True, metavar="NAMES",
         help="mechanisms between commas; + puts two into one model; none, the control, is always there")  # fmt: skip
-    add("--budget", type=duration, metavar="TIME", help="of all runs together, such as 20min (default: 20min)")
+    add(
+        "--budget",
+        type=duration,
+        metavar="TIME",
+        help="of all runs together, such as 20min (default: 20min)",
+    )
     add("--steps", type=int, metavar="N", help="steps of every run, in place of --budget")
     add("--seeds", type=int, default=3, metavar="N", help="runs of each, at least 3 (default: 3)")
-    add("--length", type=int, metavar="N", help="tokens a step (default: 512, or the model's limit)")
-    add("--held-out", type=int, default=16, metavar="N", help="windows of --length that are read (default: 16)")
+    add(
+        "--length", type=int, metavar="N", help="tokens a step (default: 512, or the model's limit)"
+    )
+    add(
+        "--held-out",
+        type=int,
+        default=16,
+        metavar="N",
+        help="windows of --length that are read (default: 16)",
+    )
     add("--layers", default="last-third", metavar="WHICH",
         help="layers that are trained: all, first-half, last-third, ... (default: last-third)")  # fmt: skip
     add("--rank", type=int, default=8, metavar="R", help="of LoRA in the control (default: 8)")
-    add("--rate", type=float, default=1e-3, metavar="X", help="LoRA's learning rate (default: 1e-3)")
+    add(
+        "--rate", type=float, default=1e-3, metavar="X", help="LoRA's learning rate (default: 1e-3)"
+    )
     add("--added-rate", type=float, default=1e-2, metavar="X",
         help="learning rate of what mechanisms add (default: 1e-2)")  # fmt: skip
-    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
-    add("--out", metavar="DIR", help="keeps runs, and gets the card (README.md) and facts for `hyperattn card`")
+    add(
+        "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
+    )
+    add(
+        "--out",
+        metavar="DIR",
+        help="keeps runs, and gets the card (README.md) and facts for `hyperattn card`",
+    )
 
 
 def _completion(add: Callable) -> None:
@@ -305,7 +368,14 @@ def _convert(add: Callable) -> None:
     add("model", metavar="OLD", help="directory or Hub id of a model with its own attention")
     add("out", metavar="NEW", help="directory to write, absent or empty")
     add("--to", choices=CONVERSIONS, required=True, help=", ".join(CONVERSIONS))
-    add("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a setting; may be repeated")
+    add(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting; may be repeated",
+    )
     add("--force", action="store_true", help="replace the checkpoint in NEW, and all else there")
 
 
@@ -322,13 +392,33 @@ def _demo(add: Callable) -> None:
       hyperattn demo --model HuggingFaceTB/SmolLM2-135M --text book.txt --length 2048
     """
     add("--model", metavar="HUB_ID_OR_DIR", help="any causal LM (default: SmolLM2-135M-Instruct)")
-    add("--text", metavar="FILE", help="UTF-8 text to measure on (default: argparse.py of this Python)")
-    add("--length", type=int, metavar="N", help="tokens a window (default: 1024, or the model's limit)")
-    add("--tokens", type=int, metavar="N", help="tokens of the text (default: two windows, one above 2048)")
+    add(
+        "--text",
+        metavar="FILE",
+        help="UTF-8 text to measure on (default: argparse.py of this Python)",
+    )
+    add(
+        "--length",
+        type=int,
+        metavar="N",
+        help="tokens a window (default: 1024, or the model's limit)",
+    )
+    add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="tokens of the text (default: two windows, one above 2048)",
+    )
     add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
     add("--prompt", default="The capital of France is", help="text to continue")
-    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
-    add("--output", metavar="DIR", help="save the model there, with cone attention patched in (default: not saved)")
+    add(
+        "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
+    )
+    add(
+        "--output",
+        metavar="DIR",
+        help="save the model there, with cone attention patched in (default: not saved)",
+    )
     add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
 
 
@@ -374,7 +464,12 @@ def _eval(add: Callable) -> None:
     """
     _model(add)
     add("--text", required=True, metavar="FILE", help="UTF-8 text to read")
-    add("--length", type=int, metavar="N", help="tokens a window (default: 1024, or the model's limit)")
+    add(
+        "--length",
+        type=int,
+        metavar="N",
+        help="tokens a window (default: 1024, or the model's limit)",
+    )
     add("--tokens", type=int, metavar="N", help="tokens of the text (default: eight windows)")
 
 
@@ -395,7 +490,11 @@ def _export(add: Callable) -> None:
       hyperattn export out export --remote-code
       hyperattn export cone,hype kernel --kernel
     """
-    add("model", metavar="MODEL", help="directory or Hub id of a saved patched model; names with --kernel")
+    add(
+        "model",
+        metavar="MODEL",
+        help="directory or Hub id of a saved patched model; names with --kernel",
+    )
     add("out", metavar="OUT", help="directory to write, absent or empty")
     add("--remote-code", action="store_true", help="as code for trust_remote_code=True")
     add("--kernel", action="store_true", help="as a kernel repository of the Hub, by name")
@@ -418,20 +517,57 @@ def _heal(add: Callable) -> None:
       hyperattn heal injected --text bible.txt source.txt --steps 300 --lora 8 --output healed
     """
     add("model", metavar="MODEL", help="directory or Hub id of a patched causal LM")
-    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, of the kinds the model is to serve")
+    add(
+        "--text",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 texts, of the kinds the model is to serve",
+    )
     add("--output", required=True, metavar="DIR", help="where to write the adapter or checkpoint")
-    add("--lora", type=int, metavar="R", help="rank of LoRA's matrices beside what the patch can learn")
+    add(
+        "--lora",
+        type=int,
+        metavar="R",
+        help="rank of LoRA's matrices beside what the patch can learn",
+    )
     add("--adapter", action="store_true", help="write an adapter of a few KB, also without --lora")
     add("--steps", type=int, default=300, metavar="N", help="windows to learn from (default: 300)")
-    add("--length", type=int, metavar="N", help="tokens a window (default: what the patch was chosen for)")
+    add(
+        "--length",
+        type=int,
+        metavar="N",
+        help="tokens a window (default: what the patch was chosen for)",
+    )
     add("--lr", type=float, metavar="X", help="learning rate of LoRA's matrices (default: 3e-4)")
-    add("--patch-lr", type=float, metavar="X", help="learning rate of the patch's parameters (default: 1e-2)")
+    add(
+        "--patch-lr",
+        type=float,
+        metavar="X",
+        help="learning rate of the patch's parameters (default: 1e-2)",
+    )
     add("--seed", type=int, default=0, help="of the windows and of LoRA's start (default: 0)")
-    add("--bf16", action="store_true", help="learn with products in bfloat16: faster where a CPU or GPU has them")
-    add("--save-every", type=int, default=25, metavar="N", help="steps between two saves of the work (default: 25)")
+    add(
+        "--bf16",
+        action="store_true",
+        help="learn with products in bfloat16: faster where a CPU or GPU has them",
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=25,
+        metavar="N",
+        help="steps between two saves of the work (default: 25)",
+    )
     add("--resume", action="store_true", help="go on from what an interrupted run kept beside DIR")
-    add("--force", action="store_true", help="replace what is in DIR; without --resume also an interrupted run's work")
-    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+    add(
+        "--force",
+        action="store_true",
+        help="replace what is in DIR; without --resume also an interrupted run's work",
+    )
+    add(
+        "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
+    )
 
 
 def _hyperbolicity(add: Callable) -> None:
@@ -447,10 +583,25 @@ def _hyperbolicity(add: Callable) -> None:
       hyperattn hyperbolicity HuggingFaceTB/SmolLM2-135M --text book.txt
       hyperattn hyperbolicity points.npy --size 60 --json
     """
-    add("source", metavar="MODEL|FILE", help="directory or Hub id of a model, or a file of points, one a row")
+    add(
+        "source",
+        metavar="MODEL|FILE",
+        help="directory or Hub id of a model, or a file of points, one a row",
+    )
     add("--text", metavar="FILE", help="UTF-8 text: hidden states of its tokens, after every layer")
-    add("--tokens", type=int, metavar="N", help="tokens of the text (default: 512, or the model's limit)")
-    add("--points", type=int, default=2000, metavar="N", help="rows that are drawn of those there are (default: 2000)")
+    add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="tokens of the text (default: 512, or the model's limit)",
+    )
+    add(
+        "--points",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="rows that are drawn of those there are (default: 2000)",
+    )
     add("--size", type=int, default=60, metavar="N", help="points of a sample (default: 60)")
     add("--draws", type=int, default=10, metavar="N", help="samples (default: 10)")
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
@@ -546,7 +697,9 @@ def _inject(add: Callable) -> None:
     )
     measurement("--seed", type=int, metavar="N", help="random seed (default: 0)")
     measurement(
-        "--resume", action="store_true", help="reuse measurements of an earlier run on the same model and texts"
+        "--resume",
+        action="store_true",
+        help="reuse measurements of an earlier run on the same model and texts",
     )
     measurement("--compare", action="store_true", help="also verify other choices at the same cost")
     measurement(
@@ -556,8 +709,16 @@ def _inject(add: Callable) -> None:
     )
     output = options_under(add, "output")
     output("--output", metavar="DIR", help="write the checkpoint here (default: report only)")
-    output("--force", action="store_true", help="replace the checkpoint in DIR and everything else there")
-    output("--allow-slower", action="store_true", help="sparse: write the model even if it is not faster here")
+    output(
+        "--force",
+        action="store_true",
+        help="replace the checkpoint in DIR and everything else there",
+    )
+    output(
+        "--allow-slower",
+        action="store_true",
+        help="sparse: write the model even if it is not faster here",
+    )
 
 
 def _list(add: Callable) -> None:
@@ -585,12 +746,30 @@ def _look(add: Callable) -> None:
     Examples:
       hyperattn look out --text text.txt --out seen --layers last-4
     """
-    add("model", metavar="MODEL", help="directory or Hub id of a decoder or an encoder, patched or not")
+    add(
+        "model",
+        metavar="MODEL",
+        help="directory or Hub id of a decoder or an encoder, patched or not",
+    )
     add("--text", metavar="FILE", required=True, help="UTF-8 text to look at")
     add("--out", metavar="DIR", required=True, help="where to write look.html and look.json")
-    add("--length", type=int, metavar="N", help="tokens of the text (default: 256, or the model's limit)")
-    add("--layers", metavar="LAYERS", help="layers in detail: 0,5,9 or last-4 (default: three, of the patched ones)")
-    add("--query", type=int, metavar="N", help="one more token whose attention is shown in detail, by its position")
+    add(
+        "--length",
+        type=int,
+        metavar="N",
+        help="tokens of the text (default: 256, or the model's limit)",
+    )
+    add(
+        "--layers",
+        metavar="LAYERS",
+        help="layers in detail: 0,5,9 or last-4 (default: three, of the patched ones)",
+    )
+    add(
+        "--query",
+        type=int,
+        metavar="N",
+        help="one more token whose attention is shown in detail, by its position",
+    )
 
 
 def _push(add: Callable) -> None:
@@ -609,8 +788,16 @@ def _push(add: Callable) -> None:
     add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
     add("repo", metavar="REPO", help="repository on the Hub, made where there is none: owner/name")
     add("--private", action="store_true", help="make the repository private")
-    add("--dry-run", action="store_true", help="check, and say what would be uploaded; no network, nothing written")
-    add("--facts", metavar="FILE", help="JSON file with facts for the card: base_model, license, results, ...")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check, and say what would be uploaded; no network, nothing written",
+    )
+    add(
+        "--facts",
+        metavar="FILE",
+        help="JSON file with facts for the card: base_model, license, results, ...",
+    )
 
 
 def _recover(add: Callable) -> None:
@@ -630,11 +817,23 @@ def _recover(add: Callable) -> None:
 def _model(add: Callable) -> None:
     """Arguments of commands that measure a causal LM."""
     add("model", metavar="MODEL", help="directory or Hub id of a causal LM")
-    add("--mechanism", type=recipe, metavar="NAME", help="what to patch into a model that is not; several with +")
+    add(
+        "--mechanism",
+        type=recipe,
+        metavar="NAME",
+        help="what to patch into a model that is not; several with +",
+    )
     add("--mode", choices=("blend", "replace"), default="blend",
         help="of --mechanism: behind gates at 0, or in place of the dot product (default: blend)")  # fmt: skip
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of weights: {', '.join(DTYPES)} (default: {DTYPES[0]})")
-    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default=DTYPES[0],
+        help=f"of weights: {', '.join(DTYPES)} (default: {DTYPES[0]})",
+    )
+    add(
+        "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
+    )
 
 
 #: Sub-commands: their options, the first line of whose docstring is their line of help, the rest their description.
@@ -674,8 +873,16 @@ _SHARE = ("above 0 and below 1", lambda value: 0 < value < 1)
 _UP_TO_1 = ("above 0, up to 1", lambda value: 0 < value <= 1)
 #: What other numbers may be, in words and as a test.
 RANGES: dict[str, dict[str, tuple[str, Callable[[float], bool]]]] = {
-    "compare": {"rate": _SHARE, "added_rate": _SHARE, "seeds": ("3 to 100", lambda value: value <= 100)},
-    "heal": {"lr": _UP_TO_1, "patch_lr": _UP_TO_1, "seed": ("0 to 2**31 - 1", lambda value: 0 <= value < 2**31)},
+    "compare": {
+        "rate": _SHARE,
+        "added_rate": _SHARE,
+        "seeds": ("3 to 100", lambda value: value <= 100),
+    },
+    "heal": {
+        "lr": _UP_TO_1,
+        "patch_lr": _UP_TO_1,
+        "seed": ("0 to 2**31 - 1", lambda value: 0 <= value < 2**31),
+    },
     "inject": {
         "budget": (f"{_SHARE[0]}, such as 0.02", _SHARE[1]),
         "pairs": _UP_TO_1,
@@ -690,13 +897,21 @@ def build_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="hyperattn", description=ABOUT, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"hyperattn {_version()}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
     for name, add_options in COMMANDS.items():
         line, _, description = (add_options.__doc__ or "").partition("\n\n")
         description = "\n".join(part.removeprefix("    ") for part in description.splitlines())
-        command = commands.add_parser(name, help=line, description=description.rstrip(), formatter_class=form)
-        command.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
-        command.add_argument("--json", action="store_true", help="print JSON on stdout in place of text")
+        command = commands.add_parser(
+            name, help=line, description=description.rstrip(), formatter_class=form
+        )
+        command.add_argument(
+            "--traceback", action="store_true", help="show the whole traceback of an error"
+        )
+        command.add_argument(
+            "--json", action="store_true", help="print JSON on stdout in place of text"
+        )
         if name not in WITHOUT_MODELS:
             command.add_argument(
                 "--import",
@@ -725,7 +940,9 @@ def module_of(command: str) -> ModuleType | Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for an error of input, 130 when interrupted."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that lacks a character gets its code, not an error
+        if hasattr(
+            stream, "reconfigure"
+        ):  # a terminal that lacks a character gets its code, not an error
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -805,10 +1022,14 @@ def import_modules(names: Iterable[str]) -> None:
         if name.endswith(".py"):
             path = Path(name).resolve()
             if not path.is_file():
-                raise ValueError(f"--import {name}: no such file; allowed: a .py file, or a module's name")
+                raise ValueError(
+                    f"--import {name}: no such file; allowed: a .py file, or a module's name"
+                )
             folder, module = str(path.parent), path.stem
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
-            raise ValueError(f"--import {name}: no module's name; allowed: such as my_scores, or my_scores.py")
+            raise ValueError(
+                f"--import {name}: no module's name; allowed: such as my_scores, or my_scores.py"
+            )
         if folder not in sys.path:
             sys.path.insert(0, folder)
         try:
@@ -816,7 +1037,9 @@ def import_modules(names: Iterable[str]) -> None:
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and module.startswith(f"{error.name}"):
                 allowed = "a .py file, or a module that Python finds from this folder"
-                raise ValueError(f"--import {name}: no module of this name; allowed: {allowed}") from error
+                raise ValueError(
+                    f"--import {name}: no module of this name; allowed: {allowed}"
+                ) from error
             raise ValueError(f"--import {name} failed: {type(error).__name__}: {error}") from error
         there = getattr(imported, "__file__", None)
         if name.endswith(".py") and (there is None or not os.path.samefile(there, path)):
@@ -834,12 +1057,16 @@ def check_counts(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and not least <= value <= MOST:
             bound = f"{least} or more" if value < least else f"up to {MOST:,}"
-            raise ValueError(f"--{option.replace('_', '-')} {value} is not allowed; allowed: {bound}")
+            raise ValueError(
+                f"--{option.replace('_', '-')} {value} is not allowed; allowed: {bound}"
+            )
     for option, (allowed, fits) in RANGES.get(args.command, {}).items():
         value = getattr(args, option)
         if value is not None and not fits(value):
             shown = f"{value:g}" if isinstance(value, float) else value
-            raise ValueError(f"--{option.replace('_', '-')} {shown} is not allowed; allowed: {allowed}")
+            raise ValueError(
+                f"--{option.replace('_', '-')} {shown} is not allowed; allowed: {allowed}"
+            )
 
 
 def one_line(error: BaseException) -> str:
@@ -849,7 +1076,11 @@ def one_line(error: BaseException) -> str:
         text = f"{error.filename}: {error.strerror}"
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     if not text or not isinstance(error, (ValueError, OSError)):
-        text = f"{kind}: {text}; --traceback shows where" if text else f"{kind}; --traceback shows where"
+        text = (
+            f"{kind}: {text}; --traceback shows where"
+            if text
+            else f"{kind}; --traceback shows where"
+        )
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 

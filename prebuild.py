@@ -42,10 +42,15 @@ def recorded() -> dict[str, set[str]]:
         )
     ]
     kinds = itertools.product(("geodesic", "squared_lorentz"), ("einstein", "mean"))
-    distances = [ha.HyperbolicConfig(distance=distance, aggregation=average) for distance, average in kinds]
+    distances = [
+        ha.HyperbolicConfig(distance=distance, aggregation=average) for distance, average in kinds
+    ]
     biases = [ha.HypeConfig(form=form, max_length=64) for form in ("sinh", "cosh")]
     mechanisms = [*cones, *distances, *biases]
-    found: dict[str, set[str]] = {"dot": {""}, "shared_dot": {""}}  # by name alone; of collaborative heads
+    found: dict[str, set[str]] = {
+        "dot": {""},
+        "shared_dot": {""},
+    }  # by name alone; of collaborative heads
 
     def note(score_key: str, capped: bool, reader: str = "") -> None:
         found.setdefault(score_key, {""}).add(reader)
@@ -62,25 +67,44 @@ def recorded() -> dict[str, set[str]]:
 
     sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     ids = torch.arange(8)[None]
-    nothing_compiled = patch.object(cpu.library, "load", note), patch.object(cpu, "log_once", lambda _: None)
+    nothing_compiled = (
+        patch.object(cpu.library, "load", note),
+        patch.object(cpu, "log_once", lambda _: None),
+    )
     with nothing_compiled[0], nothing_compiled[1], patch.dict(dispatch.RESOLVED, clear=True):
         for case in itertools.product(mechanisms, ("blend", "replace"), (None, [0])):
             run(*case)
     return found
 
 
-def compile_level(level: str, texts: list[tuple[str, str]], sources: list[Path], made: Path) -> None:
+def compile_level(
+    level: str, texts: list[tuple[str, str]], sources: list[Path], made: Path
+) -> None:
     """One library of C++ files and of texts, each with the name of the function that it exports."""
     from hf_hyperattn.engines import native
 
-    compile_ = [*native.compiler(), *native.flags_for(native.LEVELS[level][1]), "-iquote", str(native.PACKAGE), "-c"]
+    compile_ = [
+        *native.compiler(),
+        *native.flags_for(native.LEVELS[level][1]),
+        "-iquote",
+        str(native.PACKAGE),
+        "-c",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "exported")
         script.write_text(EXPORTED)
         calls = [[*compile_, str(source), "-o", f"{folder}/{source.stem}.o"] for source in sources]
         for name, text in texts:
             Path(folder, f"{name}.cpp").write_text(text, encoding="utf-8")
-            calls.append([*compile_, f"-Dhyper_score={name}", f"{folder}/{name}.cpp", "-o", f"{folder}/{name}.o"])
+            calls.append(
+                [
+                    *compile_,
+                    f"-Dhyper_score={name}",
+                    f"{folder}/{name}.cpp",
+                    "-o",
+                    f"{folder}/{name}.o",
+                ]
+            )
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda call: subprocess.run(call, check=True), calls))
         objects = [call[-1] for call in calls]
@@ -97,17 +121,23 @@ def levels() -> tuple[str, ...]:
     """
     from hf_hyperattn.engines import native
 
-    asked = subprocess.run([*native.compiler(), "-dumpmachine"], capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        [*native.compiler(), "-dumpmachine"], capture_output=True, text=True, check=True
+    )
     target = asked.stdout.strip()
     machine = target.partition("-")[0]
     if machine not in native.OF_MACHINES or "linux" not in target:
         allowed = ", ".join(native.OF_MACHINES)
-        raise RuntimeError(f"{native.compiler()[0]} compiles for {target}; allowed: Linux on {allowed}")
+        raise RuntimeError(
+            f"{native.compiler()[0]} compiles for {target}; allowed: Linux on {allowed}"
+        )
     found = native.OF_MACHINES[machine]
     asked_for = set(os.environ.get("HF_HYPERATTN_PREBUILT", "").split()) & native.LEVELS.keys()
     if asked_for and not asked_for & set(found):
         others, allowed = " ".join(sorted(asked_for)), ", ".join(found)
-        raise RuntimeError(f"HF_HYPERATTN_PREBUILT={others}: {native.compiler()[0]} cannot; allowed: {allowed}")
+        raise RuntimeError(
+            f"HF_HYPERATTN_PREBUILT={others}: {native.compiler()[0]} cannot; allowed: {allowed}"
+        )
     return found
 
 
@@ -136,8 +166,14 @@ def main(folder: str) -> None:
             scores[library.prebuilt_name(score_key, capped, reader)] = name, i
     # what the libraries are made of: C++, and the Python that C++ is written from
     modules = {sys.modules[type(term).__module__] for term in TERMS.values()} | {library}
-    files = [*native.PACKAGE.rglob("*.h"), *native.PACKAGE.rglob("*.cpp"), *native.PACKAGE.glob("engines/*.py")]
-    files += [file for module in modules for file in Path(module.__file__).parent.glob("*.py")]  # and their readers
+    files = [
+        *native.PACKAGE.rglob("*.h"),
+        *native.PACKAGE.rglob("*.cpp"),
+        *native.PACKAGE.glob("engines/*.py"),
+    ]
+    files += [
+        file for module in modules for file in Path(module.__file__).parent.glob("*.py")
+    ]  # and their readers
     sources = sorted({file.relative_to(native.PACKAGE).as_posix() for file in files})
     native.PREBUILT.mkdir(exist_ok=True)
     digests = {}

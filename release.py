@@ -57,10 +57,20 @@ print("plain torch" if not tables else "wheel" if of_the_wheel else "compiled")
 def main() -> None:
     """Build, install, exercise; the first thing that fails ends it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where the packages go (default: dist)")
-    parser.add_argument("--environment", type=Path, help="a virtual environment with the dependencies, to use again")
-    parser.add_argument("--notes", action="store_true", help="print what CHANGELOG.md says of this version, and end")
-    parser.add_argument("--allow-dirty", action="store_true", help="build the commit though files were changed since")
+    parser.add_argument(
+        "--dist", type=Path, default=ROOT / "dist", help="where the packages go (default: dist)"
+    )
+    parser.add_argument(
+        "--environment", type=Path, help="a virtual environment with the dependencies, to use again"
+    )
+    parser.add_argument(
+        "--notes", action="store_true", help="print what CHANGELOG.md says of this version, and end"
+    )
+    parser.add_argument(
+        "--allow-dirty",
+        action="store_true",
+        help="build the commit though files were changed since",
+    )
     args = parser.parse_args()
     if args.notes:
         print(notes())
@@ -73,35 +83,48 @@ def main() -> None:
         for kind, compiler, expected in cases(packages):
             said = try_package(python, packages[kind], compiler, Path(scratch))
             print(
-                f"{kind}, {'with' if compiler else 'without'} a compiler: works, cone attention by {said}", flush=True
+                f"{kind}, {'with' if compiler else 'without'} a compiler: works, cone attention by {said}",
+                flush=True,
             )
             if said != expected:
-                sys.exit(f"release.py: error: {packages[kind].name}: expected {expected}, not {said}")
+                sys.exit(
+                    f"release.py: error: {packages[kind].name}: expected {expected}, not {said}"
+                )
     print(f"built and tried: {', '.join(path.name for path in packages.values())}")
 
 
 def notes() -> str:
     """The section of CHANGELOG.md on this version; ends the program where there is none."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    section = re.search(rf"^## {re.escape(VERSION)}\b.*\n((?:(?!^## ).*\n?)*)", changelog, re.MULTILINE)
+    section = re.search(
+        rf"^## {re.escape(VERSION)}\b.*\n((?:(?!^## ).*\n?)*)", changelog, re.MULTILINE
+    )
     if section is None or not section[1].strip():
-        sys.exit(f"release.py: error: CHANGELOG.md says nothing of {VERSION}; write its section first")
+        sys.exit(
+            f"release.py: error: CHANGELOG.md says nothing of {VERSION}; write its section first"
+        )
     return section[1].strip()
 
 
 def check_sources(allow_dirty: bool) -> None:
     """Refuse a version without notes, and changes that are in no commit."""
     notes()
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     if changed.stdout and not allow_dirty:
-        sys.exit("release.py: error: there are changes in no commit; commit them, or give --allow-dirty")
+        sys.exit(
+            "release.py: error: there are changes in no commit; commit them, or give --allow-dirty"
+        )
 
 
 def build(scratch: Path, dist: Path) -> dict[str, Path]:
     """The packages by kind: "sdist", "plain", and where it can be made "prebuilt"."""
     source = scratch / "source"
     source.mkdir()
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    archive = subprocess.run(
+        ["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     subprocess.run(["tar", "x", "-C", str(source)], input=archive, check=True)
     packages = {"sdist": build_one("sdist", source, dist, "0")}
     place = scratch / "unpacked"
@@ -131,7 +154,10 @@ def environment(folder: Path, wheel: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for package in ("torch", str(wheel)):  # torch first and alone, so that no other package chooses its build
+        for package in (
+            "torch",
+            str(wheel),
+        ):  # torch first and alone, so that no other package chooses its build
             pip(python, "install", "--quiet", "-c", str(ROOT / "constraints.txt"), package)
     return python
 
@@ -139,7 +165,9 @@ def environment(folder: Path, wheel: Path) -> Path:
 def pip(python: Path, *words: str) -> None:
     """Run pip of an environment; what it builds of the source archive is the plain wheel."""
     settings = os.environ | {"HF_HYPERATTN_PREBUILT": "0"}
-    subprocess.run([str(python), "-m", "pip", "--disable-pip-version-check", *words], env=settings, check=True)
+    subprocess.run(
+        [str(python), "-m", "pip", "--disable-pip-version-check", *words], env=settings, check=True
+    )
 
 
 def cases(packages: dict[str, Path]) -> Iterator[tuple[str, bool, str]]:
@@ -155,13 +183,22 @@ def cases(packages: dict[str, Path]) -> Iterator[tuple[str, bool, str]]:
 def try_package(python: Path, package: Path, compiler: bool, scratch: Path) -> str:
     """Install a package in place of any other, exercise it and its command, and say what computed."""
     pip(python, "install", "--quiet", "--no-deps", "--force-reinstall", str(package))
-    settings = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_HYPERATTN"))}
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "HF_HYPERATTN"))
+    }
     settings["HF_HYPERATTN_BUILD_DIR"] = tempfile.mkdtemp(dir=scratch)
     if not compiler:
         settings |= {"CXX": "/nonexistent", "PATH": str(python.parent)}
     run = lambda *command: (
         subprocess.run(
-            [*map(str, command)], cwd=scratch, env=settings, stdout=subprocess.PIPE, text=True, check=True
+            [*map(str, command)],
+            cwd=scratch,
+            env=settings,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         ).stdout
     )
     version = run(python.parent / "hyperattn", "--version").split()

@@ -31,7 +31,10 @@ class BuildPy(build_py):
         shutil.rmtree(Path(self.build_lib, FOLDER), ignore_errors=True)  # of an earlier build
         if PREBUILT:
             script = Path(__file__).with_name("prebuild.py")
-            plain = [sys.executable, "-B"]  # it imports the package from there: no bytecode in the wheel
+            plain = [
+                sys.executable,
+                "-B",
+            ]  # it imports the package from there: no bytecode in the wheel
             subprocess.run([*plain, str(script), os.path.abspath(self.build_lib)], check=True)
 
 
@@ -46,10 +49,16 @@ class BdistWheel(bdist_wheel):
     """A wheel for any Python of the systems that its kernels run on."""
 
     def get_tag(self):
-        made = [path.read_bytes() for path in Path(self.bdist_dir).rglob("prebuilt/*.so")] if PREBUILT else []
+        made = (
+            [path.read_bytes() for path in Path(self.bdist_dir).rglob("prebuilt/*.so")]
+            if PREBUILT
+            else []
+        )
         if not made:  # a plain wheel, or an editable install, whatever is asked for
             return super().get_tag()
-        newest = max(int(minor) for content in made for minor in re.findall(rb"GLIBC_2\.(\d+)", content))
+        newest = max(
+            int(minor) for content in made for minor in re.findall(rb"GLIBC_2\.(\d+)", content)
+        )
         machine = MACHINES[int.from_bytes(made[0][18:20], "little")]
         return "py3", "none", f"manylinux_2_{max(newest, 17)}_{machine}"
 

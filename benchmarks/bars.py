@@ -133,7 +133,9 @@ def decode(args) -> Iterator[dict]:
                 if name == "dot":
                     run = lambda q, k, v: plain(q, k, v, backend="cpu")
                 seconds = lowest(
-                    {"sdpa": call(case, base(case), tensors), "way": call(case, run, tensors)}, args.seconds, threads
+                    {"sdpa": call(case, base(case), tensors), "way": call(case, run, tensors)},
+                    args.seconds,
+                    threads,
                 )
                 yield {
                     "what": f"decode {name} {dtype} {threads}t",
@@ -246,12 +248,16 @@ STEPS = {"decode": decode_step, "prefill": prefill_step, "training": training_st
 def peak(args) -> Iterator[dict]:
     """Passes, causal and full, in GF/s and as a share of what a core can multiply; one thread."""
     torch.set_num_threads(1)
-    headers = (native.PACKAGE / "engines" / "cpu" / name for name in ("tiles.h", "product.h", "vectors.h"))
+    headers = (
+        native.PACKAGE / "engines" / "cpu" / name for name in ("tiles.h", "product.h", "vectors.h")
+    )
     library = native.load("cpu_peak", PEAK, *headers)
     if library is None:
         raise SystemExit("no compiler: nothing says what this core can multiply")
     count = ctypes.c_long(500_000)
-    for dtype, kind, name, causal, width in product(args.dtypes, args.passes, args.scores, (True, False), args.dims):
+    for dtype, kind, name, causal, width in product(
+        args.dtypes, args.passes, args.scores, (True, False), args.dims
+    ):
         name_of = f"hyper_peak{'_half' if dtype == 'bfloat16' else ''}"
         multiply, flops = getattr(library, name_of), getattr(library, f"{name_of}_flops")
         multiply.restype, flops.restype = ctypes.c_float, ctypes.c_long
@@ -265,25 +271,50 @@ def peak(args) -> Iterator[dict]:
                 "way": call(case, run, tensors),
             }, args.seconds, 1,
         )  # fmt: skip
-        products = 4 * width * case.pairs * (0.5 if causal else 1.0) * (3.5 if kind == "training" else 1.0)
+        products = (
+            4 * width * case.pairs * (0.5 if causal else 1.0) * (3.5 if kind == "training" else 1.0)
+        )
         rate, most = products / seconds["way"] / 1e9, flops(count) / seconds["peak"] / 1e9
         shape = f"{'causal' if causal else 'full'} d {width}"
         what = f"{kind} {name} {dtype} {shape}: {rate:.0f} of {most:.0f} GF/s"
-        row = {"what": what, "kind": kind, "score": name, "dtype": dtype, "shape": shape, "rate": rate, "most": most}
+        row = {
+            "what": what,
+            "kind": kind,
+            "score": name,
+            "dtype": dtype,
+            "shape": shape,
+            "rate": rate,
+            "most": most,
+        }
         yield row | {"ratio": seconds["way"] / seconds["sdpa"], "share": rate / most} | seconds
 
 
 #: What each command reads, and what it is where it is not given.
 READS: dict[str, dict[str, Any]] = {
     "decode": {"only": "", "threads": [1], "dtypes": ["float32"], "keys": 8192},
-    "model": {"only": "", "threads": [1], "kinds": ["decode"], "batch": 1, "context": 2048, "layers": 30},
-    "peak": {"dtypes": ["float32"], "passes": ["forward"], "scores": ["dot", "umbral"], "dims": [64], "base": None},
+    "model": {
+        "only": "",
+        "threads": [1],
+        "kinds": ["decode"],
+        "batch": 1,
+        "context": 2048,
+        "layers": 30,
+    },
+    "peak": {
+        "dtypes": ["float32"],
+        "passes": ["forward"],
+        "scores": ["dot", "umbral"],
+        "dims": [64],
+        "base": None,
+    },
 }
 
 
 def read_options(words: list[str] | None) -> argparse.Namespace:
     """The options; one that the command does not read is refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=READS)
     parser.add_argument("--only", help="decode, model: a regular expression of what to measure")
     parser.add_argument("--seconds", type=float, default=2.0, help="of rounds, for each row")
@@ -293,14 +324,22 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--keys", type=int, help="decode: how many")
     parser.add_argument("--kinds", nargs="+", choices=STEPS, help="model: what is measured")
     parser.add_argument("--batch", type=int, help="model")
-    parser.add_argument("--context", type=int, help="model: tokens before the new one, or of the prefill")
+    parser.add_argument(
+        "--context", type=int, help="model: tokens before the new one, or of the prefill"
+    )
     parser.add_argument("--layers", type=int, help="model")
     parser.add_argument("--scores", nargs="+", choices=OPERATIONS, help="peak")
     parser.add_argument("--dims", type=int, nargs="+", help="peak")
-    parser.add_argument("--base", metavar="FILE.json", help="peak, of --save: tell what has less of the peak now")
+    parser.add_argument(
+        "--base", metavar="FILE.json", help="peak, of --save: tell what has less of the peak now"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--json", help="also write the result here")
-    where.add_argument("--save", action="store_true", help="also keep each row in benchmarks/results, a file a chip")
+    where.add_argument(
+        "--save",
+        action="store_true",
+        help="also keep each row in benchmarks/results, a file a chip",
+    )
     args = parser.parse_args(words)
     if args.context is not None and args.kinds and set(args.kinds) == {"training"}:
         parser.error("--context says nothing of training, which is of 512 tokens; leave it out")
@@ -309,16 +348,24 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
         if args.what in readers and getattr(args, name) is None:
             setattr(args, name, READS[args.what][name])
         elif args.what not in readers and getattr(args, name) is not None:
-            parser.error(f"--{name} says nothing of {args.what}; leave it out; allowed: with {' or '.join(readers)}")
+            parser.error(
+                f"--{name} says nothing of {args.what}; leave it out; allowed: with {' or '.join(readers)}"
+            )
     return args
 
 
 def main(words: list[str] | None = None) -> None:
     """Measure and print."""
     args = read_options(words)
-    base = json.loads(Path(args.base).read_text()) if args.base else {"environment": {"chip": cpu()}, "rows": {}}
+    base = (
+        json.loads(Path(args.base).read_text())
+        if args.base
+        else {"environment": {"chip": cpu()}, "rows": {}}
+    )
     if base["environment"]["chip"] != cpu():
-        raise SystemExit(f"{args.base} was measured on {base['environment']['chip']}; allowed: one of {cpu()}")
+        raise SystemExit(
+            f"{args.base} was measured on {base['environment']['chip']}; allowed: one of {cpu()}"
+        )
     rows, store = {}, Store(default_path("bars", gpu=False), gpu=False) if args.save else None
     for row in {"decode": decode, "model": model, "peak": peak}[args.what](args):
         key = f"{args.what} {row['what'].partition(':')[0]}"
@@ -326,10 +373,17 @@ def main(words: list[str] | None = None) -> None:
         if store:
             store.add(row | {"key": key})
         share = f"   {row['share']:.1%} of the peak" if "share" in row else ""
-        print(f"{row['what']:60} {row['ratio']:6.3f} x ({row['way'] * 1e3:.3f} ms){share}", flush=True)
+        print(
+            f"{row['what']:60} {row['ratio']:6.3f} x ({row['way'] * 1e3:.3f} ms){share}", flush=True
+        )
     if not rows:
-        raise SystemExit(f"--only {args.only} is found in nothing that is measured; leave it out to see all")
-    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": list(rows.values())})
+        raise SystemExit(
+            f"--only {args.only} is found in nothing that is measured; leave it out to see all"
+        )
+    write_json(
+        args.json,
+        {"environment": environment(), "arguments": vars(args), "rows": list(rows.values())},
+    )
     if args.base:
         print(f"{len(base['rows'].keys() & rows.keys())} rows are in the base, too")
     if lost := lost_shares(base["rows"], rows):

@@ -30,7 +30,9 @@ def score_cost(args) -> list[dict]:
     for length in args.lengths:
         for rank in args.ranks:
             with torch.no_grad():
-                row = {"length": length, "rank": rank, "of": args.heads * args.dim} | one_cost(args, length, rank)
+                row = {"length": length, "rank": rank, "of": args.heads * args.dim} | one_cost(
+                    args, length, rank
+                )
             rows.append(row)
             print(f"length {length:5d}  rank {rank:3d} of {row['of']}  {row['median']:5.2f} x SDPA "
                   f"({row['low']:.2f} to {row['high']:.2f})  error {row['error']:.1e}", flush=True)  # fmt: skip
@@ -49,7 +51,9 @@ def one_cost(args, length: int, rank: int) -> dict:
     def shared():
         return attention(shared_score(query, key, mixing, d**-0.5, content, heads), value)[0]
 
-    exact = collaborative_scores(*(t.double() for t in (query, key, mixing)), d**-0.5, content.double()).softmax(-1)
+    exact = collaborative_scores(
+        *(t.double() for t in (query, key, mixing)), d**-0.5, content.double()
+    ).softmax(-1)
     error = (shared() - exact @ value.double()).abs().max().item()
     calls = {"sdpa": lambda: scaled_dot_product_attention(*ordinary), "shared": shared}
     return {"error": error, **ratios(interleaved(calls, args.rounds), "sdpa")["shared"]}
@@ -105,7 +109,9 @@ def against_tensorly(args) -> list[dict]:
 
 def main() -> None:
     """Measure what the command line asks for and write it into the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--ranks", type=int, nargs="+", default=[96, 192, 288, 384])
     parser.add_argument("--batch", type=int, default=4)

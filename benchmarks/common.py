@@ -81,7 +81,9 @@ def environment() -> dict[str, str | int]:
 
 def options(description: str, lengths: list[int], rounds: int) -> argparse.ArgumentParser:
     """A parser with what every benchmark of attention over lengths takes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)

@@ -30,7 +30,18 @@ from typing import Any
 
 import torch
 from common import cpu
-from frontiers.cells import BUDGETS, LONG, STOCK, WINDOWS, Cell, adapter_of, cells, healed_folder, keep, read_results
+from frontiers.cells import (
+    BUDGETS,
+    LONG,
+    STOCK,
+    WINDOWS,
+    Cell,
+    adapter_of,
+    cells,
+    healed_folder,
+    keep,
+    read_results,
+)
 from frontiers.choices import Choices, counted, held_out_texts, tokens_of
 from frontiers.rules import HEALED, as_run
 from frontiers.table import draw
@@ -48,7 +59,12 @@ PASS, MEASURING = {2048: 15.0, 8192: 150.0}, {2048: 2400.0, 8192: 7200.0}
 
 #: Mixtures of `--mixed`, and how many answers each task has in one.
 MIXTURES = 8
-ANSWERS = {"needle": 1, "few_shot": 9, "variables": retrieval.HOPS + 1, "needle_values": retrieval.NEEDLES}
+ANSWERS = {
+    "needle": 1,
+    "few_shot": 9,
+    "variables": retrieval.HOPS + 1,
+    "needle_values": retrieval.NEEDLES,
+}
 
 
 class Work:
@@ -63,8 +79,12 @@ class Work:
         self.windows = {name: ids.split(length) for name, ids in texts.items()}
         hay = [texts["essay"], texts["code"]]
         make = lambda **more: retrieval.examples(self.tokenizer, hay, length, **more)
-        mixtures = [retrieval.mixture(self.tokenizer, ids, length, seed=i) for i, ids in enumerate(hay)]
-        self.examples = {task: [e for e in make() if e.task == task] for task in ("copying", *retrieval.TASKS)}
+        mixtures = [
+            retrieval.mixture(self.tokenizer, ids, length, seed=i) for i, ids in enumerate(hay)
+        ]
+        self.examples = {
+            task: [e for e in make() if e.task == task] for task in ("copying", *retrieval.TASKS)
+        }
         self.examples["mixture"] = [e for e in mixtures if e is not None]
         self.mixed = mixed_examples(self.tokenizer, list(texts.values()), length) if mixed else []
         self.head = head_of(self.model, self.windows["essay"][0])
@@ -80,15 +100,24 @@ class Work:
             print(f"{cell.key}: not healed yet; python benchmarks/healing.py --length {cell.length} --budget "
                   f"{cell.budget:g} does it")  # fmt: skip
             return False
-        if cell.method == HEALED and entry.get("adapter") != adapter_of(cell):  # what another one did is done anew
+        if cell.method == HEALED and entry.get("adapter") != adapter_of(
+            cell
+        ):  # what another one did is done anew
             entry = {"texts": {}, "retrieval": {}, "seconds": [], "adapter": adapter_of(cell)}
             todo = self.todo(cell, entry)
         if cell.method != STOCK:
             self.choices = self.choices or Choices(self.length, self.model, self.tokenizer)
-            if cell.is_by_time and "times" not in entry:  # texts of one cell are read by one allocation
+            if (
+                cell.is_by_time and "times" not in entry
+            ):  # texts of one cell are read by one allocation
                 if entry["texts"]:
                     print(f"{cell.key}: measured before times were kept, and now anew", flush=True)
-                entry = {"texts": {}, "retrieval": {}, "seconds": [], "times": self.choices.times(cell)}
+                entry = {
+                    "texts": {},
+                    "retrieval": {},
+                    "seconds": [],
+                    "times": self.choices.times(cell),
+                }
                 todo = self.todo(cell, entry)
             if cell.is_together:
                 rounds, say = entry.setdefault("rounds", []), lambda: self.say(cell, entry)
@@ -102,7 +131,11 @@ class Work:
                 return True
             entry["rules"] = counted(allocation)
             hf_hyperattn.patch_model(self.model, as_run(allocation).config())
-        healed = PeftModel.from_pretrained(self.model, str(healed_folder(cell))) if cell.method == HEALED else None
+        healed = (
+            PeftModel.from_pretrained(self.model, str(healed_folder(cell)))
+            if cell.method == HEALED
+            else None
+        )
         try:
             for kind, name in todo:
                 if time.monotonic() > until:
@@ -137,14 +170,22 @@ class Work:
         Seconds of a cell that are not all of one CPU are not shown.
         """
         if kind == "retrieval":
-            scores = [retrieval.score(self.model, self.head, example) for example in self.examples[name]]
-            entry[kind][name] = {"nats": [s.nats for s in scores], "exact": [s.exact for s in scores]}
+            scores = [
+                retrieval.score(self.model, self.head, example) for example in self.examples[name]
+            ]
+            entry[kind][name] = {
+                "nats": [s.nats for s in scores],
+                "exact": [s.exact for s in scores],
+            }
             return
         if kind == "mixed":
             entry[kind] = self.measure_mixed()
             return
         if kind == "seconds_on":
-            start, passes = time.process_time(), [w for windows in self.windows.values() for w in windows]
+            start, passes = (
+                time.process_time(),
+                [w for windows in self.windows.values() for w in windows],
+            )
             for ids in passes:
                 loss_of(self.head, final_hidden(self.model, ids), ids, gradient=False)
             entry.setdefault(kind, {})[name] = [(time.process_time() - start) / len(passes)]
@@ -153,7 +194,9 @@ class Work:
         losses, start = [], time.process_time()
         with PeakMemory(self.model.device) as memory:
             for ids in self.windows[name]:
-                losses.append(loss_of(self.head, final_hidden(self.model, ids), ids, gradient=False)[0])
+                losses.append(
+                    loss_of(self.head, final_hidden(self.model, ids), ids, gradient=False)[0]
+                )
         entry[kind][name] = losses
         entry["seconds"].append((time.process_time() - start) / len(losses))
         entry["bytes"] = max(entry.get("bytes", 0), memory.peak)
@@ -171,16 +214,24 @@ class Work:
         return found
 
 
-def mixed_examples(tokenizer: Any, hay: Sequence[torch.Tensor], length: int) -> list[dict[str, retrieval.Example]]:
+def mixed_examples(
+    tokenizer: Any, hay: Sequence[torch.Tensor], length: int
+) -> list[dict[str, retrieval.Example]]:
     """Eight mixtures, each by task: the same tokens, of which that task's answers count."""
     made = []
     for i in range(MIXTURES):
         whole = retrieval.mixture(tokenizer, hay[i % len(hay)], length, seed=200 + i)
         owners = [task for task in retrieval.MIXED for _ in range(ANSWERS[task])]
         if whole is None or len(whole.spans) != len(owners):
-            raise SystemExit(f"--mixed: {length} tokens do not hold all tasks at once; allowed: 8192")
-        spans = {t: tuple(s for s, owner in zip(whole.spans, owners) if owner == t) for t in ANSWERS}
-        made.append({task: replace(whole, task=task, spans=of_task) for task, of_task in spans.items()})
+            raise SystemExit(
+                f"--mixed: {length} tokens do not hold all tasks at once; allowed: 8192"
+            )
+        spans = {
+            t: tuple(s for s, owner in zip(whole.spans, owners) if owner == t) for t in ANSWERS
+        }
+        made.append(
+            {task: replace(whole, task=task, spans=of_task) for task, of_task in spans.items()}
+        )
     return made
 
 
@@ -203,35 +254,61 @@ def plan(result: dict, wanted: Sequence[Cell]) -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, choices=list(BUDGETS), help="one of both; where none is named, both")
-    parser.add_argument("--only", nargs="+", help="methods, such as Quest; the stock model is always run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--length", type=int, choices=list(BUDGETS), help="one of both; where none is named, both"
+    )
+    parser.add_argument(
+        "--only", nargs="+", help="methods, such as Quest; the stock model is always run"
+    )
     parser.add_argument("--kind", choices=list(LONG), help="one of these")
     parser.add_argument("--budgets", type=float, nargs="+", help="some of the budgets, such as 0.2")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="start nothing new after this long"
+    )
     parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--mixed", action="store_true", help="eight mixtures more, of the cells that are named")
+    parser.add_argument(
+        "--mixed", action="store_true", help="eight mixtures more, of the cells that are named"
+    )
     parser.add_argument("--plan", action="store_true", help="the cells that are left, and hours")
-    parser.add_argument("--draw", action="store_true", help="the tables and the plot, from the results")
+    parser.add_argument(
+        "--draw", action="store_true", help="the tables and the plot, from the results"
+    )
     args = parser.parse_args(words)
-    if args.draw and (args.length or args.only or args.kind or args.budgets or args.mixed or args.plan):
+    if args.draw and (
+        args.length or args.only or args.kind or args.budgets or args.mixed or args.plan
+    ):
         parser.error("--draw draws all that is measured; give it alone")
     if args.plan and args.mixed:
         parser.error("--plan counts no mixtures; leave --mixed out")
     lengths = [args.length] if args.length else list(BUDGETS)
     every = list(cells(lengths))
     kinds = args.kind and [args.kind]
-    asked_of = lambda cell: ((args.only, cell.method), (args.budgets, cell.budget), (kinds, cell.kind))
+    asked_of = lambda cell: (
+        (args.only, cell.method),
+        (args.budgets, cell.budget),
+        (kinds, cell.kind),
+    )
     is_wanted = lambda cell: all(asked is None or value in asked for asked, value in asked_of(cell))
     for option, asked, known in (
         ("--only", args.only, [cell.method for cell in every]),
-        ("--budgets", args.budgets, sorted({cell.budget for cell in every if cell.method != STOCK})),
+        (
+            "--budgets",
+            args.budgets,
+            sorted({cell.budget for cell in every if cell.method != STOCK}),
+        ),
     ):
         strange = [value for value in asked or () if value not in known]
         if strange:
-            parser.error(f"{option} {strange[0]}: no such cell; allowed: {', '.join(map(str, dict.fromkeys(known)))}")
+            parser.error(
+                f"{option} {strange[0]}: no such cell; allowed: {', '.join(map(str, dict.fromkeys(known)))}"
+            )
     if not any(map(is_wanted, every)):
-        parser.error("no cell is of all that --only, --budgets and --kind name; leave one of them out")
+        parser.error(
+            "no cell is of all that --only, --budgets and --kind name; leave one of them out"
+        )
     if args.threads:
         torch.set_num_threads(args.threads)
     result = read_results()

@@ -23,7 +23,13 @@ from hf_hyperattn.mechanisms.hat.segments import segment
 
 FULL = "full attention"
 #: MiniLM's sizes.
-SIZES = dict(vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+SIZES = dict(
+    vocab_size=30522,
+    hidden_size=384,
+    num_hidden_layers=6,
+    num_attention_heads=12,
+    intermediate_size=1536,
+)
 PLAIN = "S S S S S S"
 
 
@@ -45,7 +51,9 @@ def error(name: str, given: dict[str, torch.nn.Module], ids: torch.Tensor, lengt
     found = given[name](ids).last_hidden_state
     if name == "no cross blocks":
         parts = segment(torch.ones_like(ids, dtype=torch.bool), length)
-        alone = given[FULL](parts.to_segments(ids), attention_mask=parts.filled.long()).last_hidden_state
+        alone = given[FULL](
+            parts.to_segments(ids), attention_mask=parts.filled.long()
+        ).last_hidden_state
         return (parts.to_tokens(alone) - found).abs().max().item()
     exact = copy.deepcopy(given[name]).double()
     exact.set_attn_implementation("eager")
@@ -77,7 +85,9 @@ def calls(given: dict[str, torch.nn.Module], ids: torch.Tensor, kind: str) -> di
 
 def measure(length: int, given: dict[str, torch.nn.Module], args) -> list[dict]:
     """Rows of the table for one length."""
-    ids = torch.randint(1000, 30000, (args.batch, length), generator=torch.Generator().manual_seed(length))
+    ids = torch.randint(
+        1000, 30000, (args.batch, length), generator=torch.Generator().manual_seed(length)
+    )
     rows = []
     for kind in ("forward", "forward+backward"):
         if kind != "forward" and length > args.backward_up_to:
@@ -96,13 +106,17 @@ def measure(length: int, given: dict[str, torch.nn.Module], args) -> list[dict]:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--layouts", nargs="+", default=["I1", "I3"])
     parser.add_argument("--segment-length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--backward-up-to", type=int, default=1024, help="longest text with a backward pass")
+    parser.add_argument(
+        "--backward-up-to", type=int, default=1024, help="longest text with a backward pass"
+    )
     parser.add_argument("--check-up-to", type=int, default=2048, help="longest text with an error")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="also write the result here")
@@ -111,7 +125,9 @@ def main() -> None:
     where, given, found = environment(), models(args), []
     print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, {args.batch} text(s), "
           f"MiniLM's sizes, segments of {args.segment_length}")  # fmt: skip
-    print(f"{'length':>7} {'what':15} {'kind':17} {'x full':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} error")
+    print(
+        f"{'length':>7} {'what':15} {'kind':17} {'x full':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} error"
+    )
     for length in args.lengths:
         for r in measure(length, given, args):
             found.append(r)

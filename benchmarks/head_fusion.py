@@ -90,7 +90,10 @@ def main() -> None:
             rows.append({"length": length, "kind": kind, **ratio, "error": off})
             print(f"{length:7d} {kind:10} {ratio['median']:8.3f} {ratio['low']:6.3f} {ratio['high']:6.3f} "
                   f"{ratio['seconds']:8.3f} {off:8.1e}", flush=True)  # fmt: skip
-    write_json(args.json, {"environment": where, "arguments": vars(args), "parameters": added, "rows": rows})
+    write_json(
+        args.json,
+        {"environment": where, "arguments": vars(args), "parameters": added, "rows": rows},
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def lessons(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:
     found = tokens_of(tokenizer, texts(), 0, TOKENS)
     hay = [ids[i * length :] for i in range(MIXTURES // len(found)) for ids in found.values()]
     made = [retrieval.mixture(tokenizer, ids, length, seed=1000 + i) for i, ids in enumerate(hay)]
-    return found | {"retrieval": torch.cat([example.ids for example in made if example is not None])}
+    return found | {
+        "retrieval": torch.cat([example.ids for example in made if example is not None])
+    }
 
 
 @torch.no_grad()
@@ -53,7 +55,9 @@ def relabelled(model: Any, tokenizer: Any, length: int) -> list[float]:
     labels, words = list(retrieval.KINDS), list(retrieval.KINDS.values())
     texts_of = tokens_of(tokenizer, held_out_texts(), 20_000, length)
     with patch.dict(retrieval.KINDS, zip(labels, [*words[1:], words[0]])):
-        made = retrieval.examples(tokenizer, [texts_of["essay"], texts_of["code"]], length, tasks=["few_shot"])
+        made = retrieval.examples(
+            tokenizer, [texts_of["essay"], texts_of["code"]], length, tasks=["few_shot"]
+        )
     head = head_of(model, made[0].ids)
     return [retrieval.score(model, head, example).nats for example in made]
 
@@ -63,7 +67,9 @@ def controls(cell: Cell, model: Any, tokenizer: Any, config: Any, file: Path) ->
     """Few-shot with other labels, and the texts by the stock model with the adapter, into the file of results."""
     told = json.loads(file.read_text())
     found = {"stock": relabelled(model, tokenizer, cell.length)} if "relabelled" not in told else {}
-    healed = PeftModel.from_pretrained(hf_hyperattn.patch_model(model, config), str(healed_folder(cell)))
+    healed = PeftModel.from_pretrained(
+        hf_hyperattn.patch_model(model, config), str(healed_folder(cell))
+    )
     if found:
         with healed.disable_adapter():
             found["injected"] = relabelled(model, tokenizer, cell.length)
@@ -80,14 +86,22 @@ def controls(cell: Cell, model: Any, tokenizer: Any, config: Any, file: Path) ->
 
 def main() -> None:
     """Read the command line, heal, and keep the adapter and what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a window (default: 8192)")
-    parser.add_argument("--budget", type=float, default=0.1, help="share of the pairs (default: 0.1)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--length", type=int, default=8192, help="tokens of a window (default: 8192)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=0.1, help="share of the pairs (default: 0.1)"
+    )
     parser.add_argument("--steps", type=int, default=60, help="windows to learn from (default: 60)")
     parser.add_argument("--lora", type=int, default=8, help="rank of LoRA's matrices (default: 8)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 3e-3)")
     parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--controls", action="store_true", help="what could explain the gain, once it is healed")
+    parser.add_argument(
+        "--controls", action="store_true", help="what could explain the gain, once it is healed"
+    )
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -106,7 +120,10 @@ def main() -> None:
     start, before = time.monotonic(), healing.held_out()
 
     def say(loss: float) -> None:
-        print(f"{time.monotonic() - start:7.0f} s  step {len(healing.losses)}  KL {loss:.5f}", flush=True)
+        print(
+            f"{time.monotonic() - start:7.0f} s  step {len(healing.losses)}  KL {loss:.5f}",
+            flush=True,
+        )
 
     print(f"{allocation.pairs:.1%} of the pairs; before: {before}", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)

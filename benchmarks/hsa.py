@@ -51,7 +51,11 @@ def error(setting: dict, q, k, v, args, samples: int = 6) -> float:
     out = key_tied(q, k, v, **setting, is_causal=True, backend=args.backend)[0]
     worst = scale = 0.0
     for row in torch.linspace(0, q.shape[2] - 1, samples).long().tolist():
-        one = (q[:, :, row : row + 1].double(), k[:, :, : row + 1].double(), v[:, :, : row + 1].double())
+        one = (
+            q[:, :, row : row + 1].double(),
+            k[:, :, : row + 1].double(),
+            v[:, :, : row + 1].double(),
+        )
         exact, _ = key_tied(*one, **setting, is_causal=True, offset=row, backend="torch")
         worst = max(worst, float((out[:, :, row : row + 1] - exact).abs().max()))
         scale = max(scale, float(exact.abs().max()))
@@ -60,14 +64,21 @@ def error(setting: dict, q, k, v, args, samples: int = 6) -> float:
 
 def row(length: int, kind: str, name: str, seconds: dict, setting: dict | None, **rest) -> dict:
     """One line of the table; faster: SDPA's time over this one's, in the same round."""
-    found = {"length": length, "kind": kind, "what": name, "seconds": statistics.median(seconds[name])}
+    found = {
+        "length": length,
+        "kind": kind,
+        "what": name,
+        "seconds": statistics.median(seconds[name]),
+    }
     if SDPA in seconds:
         each = sorted(s / t for s, t in zip(seconds[SDPA], seconds[name], strict=True))
         found |= {"faster": statistics.median(each), "low": each[0], "high": each[-1]}
     if setting is not None:
         rule = {key: value for key, value in setting.items() if key != "hierarchy"}
         numbers = (rule["near"], rule["sinks"], rule.get("refine_top_k", 0))
-        found["pairs"] = pairs(length, setting["hierarchy"], *numbers, compared=False) / (length * (length + 1) / 2)
+        found["pairs"] = pairs(length, setting["hierarchy"], *numbers, compared=False) / (
+            length * (length + 1) / 2
+        )
     return found | rest
 
 
@@ -76,7 +87,10 @@ def full(length: int, args, only_upward: bool = False) -> list[dict]:
     q, k, v = tensors(length, args)
     asked = settings(length, args)
     asked = {"upward": asked["upward"]} if only_upward else asked
-    calls = {n: lambda s=s: key_tied(q, k, v, **s, is_causal=True, backend=args.backend) for n, s in asked.items()}
+    calls = {
+        n: lambda s=s: key_tied(q, k, v, **s, is_causal=True, backend=args.backend)
+        for n, s in asked.items()
+    }
     if not only_upward:
         sdpa = torch.nn.functional.scaled_dot_product_attention
         calls = {SDPA: lambda: sdpa(q, k, v, is_causal=True), **calls}
@@ -87,7 +101,9 @@ def full(length: int, args, only_upward: bool = False) -> list[dict]:
             calls[name]()
         setting = asked.get(name)
         off = {} if setting is None else {"error": error(setting, q, k, v, args)}
-        rows.append(row(length, "forward", name, seconds, setting, extra_mib=memory.added / 2**20, **off))
+        rows.append(
+            row(length, "forward", name, seconds, setting, extra_mib=memory.added / 2**20, **off)
+        )
     return rows
 
 
@@ -107,7 +123,9 @@ def decode(length: int, args) -> list[dict]:
 
 def exponent(rows: list[dict], what: str) -> float | None:
     """Slope of log seconds over log length, by least squares."""
-    found = [(r["length"], r["seconds"]) for r in rows if r["kind"] == "forward" and r["what"] == what]
+    found = [
+        (r["length"], r["seconds"]) for r in rows if r["kind"] == "forward" and r["what"] == what
+    ]
     if len(found) < 3:
         return None
     x, y = ([math.log(n) for n in column] for column in zip(*found, strict=True))
@@ -117,16 +135,28 @@ def exponent(rows: list[dict], what: str) -> float | None:
 def show(r: dict) -> None:
     """Print one line."""
     faster = f"{r['faster']:8.1f} {r['low']:6.1f} {r['high']:7.1f}" if "faster" in r else " " * 23
-    rest = "".join(f"{r[key]:{form}}" if key in r else " " * 9 for key, form in (("pairs", "9.2%"), ("error", "9.1e")))
-    print(f"{r['length']:7d} {r['kind']:8} {r['what']:15} {r['seconds']:10.5f} {faster} {rest}", flush=True)
+    rest = "".join(
+        f"{r[key]:{form}}" if key in r else " " * 9
+        for key, form in (("pairs", "9.2%"), ("error", "9.1e"))
+    )
+    print(
+        f"{r['length']:7d} {r['kind']:8} {r['what']:15} {r['seconds']:10.5f} {faster} {rest}",
+        flush=True,
+    )
 
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="*", default=[8192])
     parser.add_argument(
-        "--only-upward", type=int, nargs="*", default=[], help="lengths without SDPA, for the exponent"
+        "--only-upward",
+        type=int,
+        nargs="*",
+        default=[],
+        help="lengths without SDPA, for the exponent",
     )
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--near", type=int, default=64)
@@ -159,7 +189,10 @@ def main() -> None:
     slope = exponent(rows, "upward")
     if slope is not None:
         print(f"cost exponent of `upward` over {sorted({r['length'] for r in rows})}: {slope:.2f}")
-    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows, "exponent": slope})
+    write_json(
+        args.json,
+        {"environment": environment(), "arguments": vars(args), "rows": rows, "exponent": slope},
+    )
 
 
 if __name__ == "__main__":

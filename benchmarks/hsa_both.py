@@ -66,7 +66,9 @@ def measure(length: int, args) -> list[dict]:
     calls |= {name: lambda h=h: both(*leaves, h) for name, h in shapes.items()}
     kinds = {
         "forward": {n: forward(c) for n, c in calls.items()},
-        "forward+backward": {n: lambda c=c: torch.autograd.grad(c().sum(), leaves) for n, c in calls.items()},
+        "forward+backward": {
+            n: lambda c=c: torch.autograd.grad(c().sum(), leaves) for n, c in calls.items()
+        },
     }
     rows = []
     for kind, runs in kinds.items():
@@ -87,12 +89,16 @@ def error(leaves, hierarchy: Hierarchy | None) -> float:
     if hierarchy is None:
         return 0.0
     with torch.no_grad():
-        return float((both(*leaves, hierarchy) - both(*(t.double() for t in leaves), hierarchy)).abs().max())
+        return float(
+            (both(*leaves, hierarchy) - both(*(t.double() for t in leaves), hierarchy)).abs().max()
+        )
 
 
 def main() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--heads", type=int, default=8)
@@ -114,7 +120,9 @@ def main() -> None:
             found.append(r)
             print(f"{r['length']:7d} {r['what']:8} {r['kind']:17} {r['median']:7.1f} {r['low']:7.1f} {r['high']:7.1f} "
                   f"{r['seconds'] * 1e3:8.1f} {r['extra_mib']:6.0f} {r['error']:8.1e}", flush=True)  # fmt: skip
-    write_json(args.json, {"environment": where, "arguments": vars(args), "rows": merged(args.json, found)})
+    write_json(
+        args.json, {"environment": where, "arguments": vars(args), "rows": merged(args.json, found)}
+    )
 
 
 if __name__ == "__main__":

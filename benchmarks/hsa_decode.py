@@ -49,7 +49,9 @@ class Step:
     def __init__(self, key, value, query, setting: dict, args):
         self.args, self.sizes = args, setting["sizes"]
         self.top_k, self.evict = setting.get("top_k", 0), setting.get("evict", False)
-        self.layer = HierarchicalLayer(KeepWindows(self.sizes, args.near, args.sinks) if self.evict else None)
+        self.layer = HierarchicalLayer(
+            KeepWindows(self.sizes, args.near, args.sinks) if self.evict else None
+        )
         for part in range(0, key.shape[2], 1024):
             self.layer.update(key[:, :, part : part + 1024], value[:, :, part : part + 1024])
             levels_of(self.layer.store, self.sizes, None)
@@ -61,7 +63,11 @@ class Step:
         levels = levels_of(store, self.sizes, None)
         rule = {"near": self.args.near, "sinks": self.args.sinks, "block_bias": None}
         asked = {"offset": store.length - 1, "scale": self.args.dim**-0.5, **rule}
-        keys = (self.layer.keys, self.layer.values) if levels.held else (levels.keys[0], levels.values[0])
+        keys = (
+            (self.layer.keys, self.layer.values)
+            if levels.held
+            else (levels.keys[0], levels.values[0])
+        )
         how = {"levels": levels, "is_causal": True, "refine_top_k": self.top_k}
         return key_tied(self.query, *keys, self.sizes, **how, **asked)[0]
 
@@ -73,7 +79,9 @@ class Step:
     def error(self, key, value) -> float:
         """Of the next step, against the definition; `key` and `value` are what the cache was made of."""
         out, more = self(), self.layer.store.length - key.shape[2]
-        key, value = (torch.cat([t, t[:, :, -1:].expand(-1, -1, more, -1)], 2).double() for t in (key, value))
+        key, value = (
+            torch.cat([t, t[:, :, -1:].expand(-1, -1, more, -1)], 2).double() for t in (key, value)
+        )
         exact, _ = key_tied(
             self.query.double(), key, value, self.sizes, near=self.args.near, sinks=self.args.sinks,
             refine_top_k=self.top_k, is_causal=True, offset=key.shape[2] - 1, backend="torch",
@@ -86,7 +94,10 @@ def measure(heads: int, kv_heads: int, length: int, args) -> list[dict]:
     torch.manual_seed(0)
     query = torch.randn(1, heads, 1, args.dim)
     key, value = (torch.randn(1, kv_heads, length, args.dim) for _ in range(2))
-    steps = {name: Step(key, value, query, setting, args) for name, setting in settings(length, args).items()}
+    steps = {
+        name: Step(key, value, query, setting, args)
+        for name, setting in settings(length, args).items()
+    }
     sdpa = torch.nn.functional.scaled_dot_product_attention
     calls = {SDPA: lambda: sdpa(query, key, value, enable_gqa=heads != kv_heads)}
     if heads != kv_heads:
@@ -121,9 +132,13 @@ def show(r: dict) -> None:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="*", default=[32768])
-    parser.add_argument("--shapes", nargs="*", default=["8/8", "9/3"], help="query heads / key heads")
+    parser.add_argument(
+        "--shapes", nargs="*", default=["8/8", "9/3"], help="query heads / key heads"
+    )
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--windows", type=int, nargs="*", default=[16, 64, 256])
     parser.add_argument("--near", type=int, default=64)
@@ -135,12 +150,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []
-    print("heads  length what             time     times SDPA's speed (10 % to 90 %)  held      error")
+    print(
+        "heads  length what             time     times SDPA's speed (10 % to 90 %)  held      error"
+    )
     with torch.no_grad():
         for shape in args.shapes:
             for length in args.lengths:
                 rows += measure(*map(int, shape.split("/")), length, args)
-    write_json(args.json, {"environment": environment(), "settings": vars(args), "rows": merged(args.json, rows)})
+    write_json(
+        args.json,
+        {"environment": environment(), "settings": vars(args), "rows": merged(args.json, rows)},
+    )
 
 
 if __name__ == "__main__":

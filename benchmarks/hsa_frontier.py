@@ -84,7 +84,10 @@ def parts(length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def measured(model, length: int, name: str, ids: torch.Tensor) -> Sensitivity:
     """What every setting costs on a text, kept in the cache."""
-    file, rules = cache_directory() / "hsa_frontier" / f"costs-{length}-{name}.pt", candidates(length)
+    file, rules = (
+        cache_directory() / "hsa_frontier" / f"costs-{length}-{name}.pt",
+        candidates(length),
+    )
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         result = measure(model, ids, rules, rows=ROWS)
@@ -113,7 +116,9 @@ def selections(model, length: int, data: dict, points: dict) -> dict[str, Alloca
         for name, share in chosen.items():
             found.setdefault(name, choose(each[0].rules, losses, length, pairs=share))
     names, heads = list(found[next(iter(found))].layers), model.config.num_attention_heads
-    one = {f"one {i}": Allocation({n: (s,) * heads for n in names}, length) for i, s in enumerate(ONE)}
+    one = {
+        f"one {i}": Allocation({n: (s,) * heads for n in names}, length) for i, s in enumerate(ONE)
+    }
     return found | one
 
 
@@ -128,7 +133,10 @@ def told(layers: dict, length: int) -> Allocation:
     """`tell` read back."""
     read = lambda windows, s: HsaHeadRule(tuple(windows), *s[:3], float(s[3]))
     return Allocation(
-        {name: tuple(read(layer["windows"], s) for s in layer["heads"]) for name, layer in layers.items()},
+        {
+            name: tuple(read(layer["windows"], s) for s in layer["heads"])
+            for name, layer in layers.items()
+        },
         length,
     )
 
@@ -145,7 +153,9 @@ def work(length: int, minutes: float, file: Path, only: str | None) -> bool:
     for point, selection in wanted.items():
         if only and point not in ("own", only):
             continue
-        mine = points.setdefault(point, {"pairs": 1.0 if selection is None else selection.pairs, "texts": {}})
+        mine = points.setdefault(
+            point, {"pairs": 1.0 if selection is None else selection.pairs, "texts": {}}
+        )
         if not point.startswith(("own", "one")):
             mine["heads"] = tell(selection)
         todo = [name for name in data if name not in mine["texts"]]
@@ -207,7 +217,9 @@ def draw(files: list[Path], timed: list[int]) -> None:
         begin, end = (f"<!-- {mark}frontier-{result['length']} -->" for mark in ("", "/"))
         before, after = text.split(begin)[0], text.split(end)[1]
         text = f"{before}{begin}\n{table(result, result['length'] in timed)}\n{end}{after}"
-    figure_of(results, timed).savefig(ROOT / "docs" / "plots" / "hsa_frontier.svg", metadata={"Date": None})
+    figure_of(results, timed).savefig(
+        ROOT / "docs" / "plots" / "hsa_frontier.svg", metadata={"Date": None}
+    )
     page.write_text(text)
 
 
@@ -217,12 +229,19 @@ def figure_of(results: list[dict], timed: list[int]):
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "hsa_frontier"
-    panels = [(r, x) for r in results for x in ("pairs", "seconds") if x == "pairs" or r["length"] in timed]
+    panels = [
+        (r, x)
+        for r in results
+        for x in ("pairs", "seconds")
+        if x == "pairs" or r["length"] in timed
+    ]
     figure = Figure(figsize=(4.2 * len(panels), 4.4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for (result, x), axis in zip(panels, axes):
         curves(axis, result, x)
-    drawn = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels())}
+    drawn = {
+        name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels())
+    }
     figure.legend(drawn.values(), drawn, fontsize=7, ncols=3, loc="outside lower center")
     return figure
 
@@ -259,16 +278,27 @@ def write_config(results: Path, length: int, point: str, file: Path) -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=2048, choices=list(SHARES))
-    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="start nothing new after this long"
+    )
     parser.add_argument("--only", metavar="POINT", help="one point, such as 'chosen 0.2'")
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="write the config of the point of --only, measured"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="write the config of the point of --only, measured",
     )
-    parser.add_argument("--draw", action="store_true", help="the table and the plot, from the results")
-    parser.add_argument("--times", type=int, nargs="*", default=[], help="lengths whose times are drawn too")
+    parser.add_argument(
+        "--draw", action="store_true", help="the table and the plot, from the results"
+    )
+    parser.add_argument(
+        "--times", type=int, nargs="*", default=[], help="lengths whose times are drawn too"
+    )
     args = parser.parse_args(words)
     folder = Path(__file__).parent / "results"
     file = folder / f"hsa_frontier_{args.length}.json"
@@ -282,13 +312,19 @@ def main(words: list[str] | None = None) -> None:
             *known,
         ]
     if args.only not in known and (args.only or args.config):
-        what = f"--only {args.only}: no such point" if args.only else "--config says nothing without --only"
+        what = (
+            f"--only {args.only}: no such point"
+            if args.only
+            else "--config says nothing without --only"
+        )
         parser.error(f"{what}; allowed: {', '.join(dict.fromkeys(known))}")
     if args.threads:
         torch.set_num_threads(args.threads)
     folder.mkdir(exist_ok=True)
     if args.draw:
-        return draw(sorted(folder.glob("hsa_frontier_*.json"), key=lambda f: len(f.name)), args.times)
+        return draw(
+            sorted(folder.glob("hsa_frontier_*.json"), key=lambda f: len(f.name)), args.times
+        )
     if args.config:
         return write_config(file, args.length, args.only, args.config)
     done = work(args.length, args.minutes, file, args.only)

@@ -25,7 +25,9 @@ def modules(args) -> dict:
     """HyperbolicAttention with as many heads as asked for, one module each."""
     torch.manual_seed(0)
     return {
-        f"HyperbolicAttention, {heads} head{'s' * (heads > 1)}": ha.HyperbolicAttention(args.dim, heads).eval()
+        f"HyperbolicAttention, {heads} head{'s' * (heads > 1)}": ha.HyperbolicAttention(
+            args.dim, heads
+        ).eval()
         for heads in args.heads
     }
 
@@ -34,7 +36,9 @@ def parts(module, points) -> dict:
     """What a forward pass is made of, by itself, on inputs like its own."""
     tangent = poincare.logmap0(points, 1.0)
     projections = (module.query, module.key, module.value, module.out)
-    q, k, v = (f(tangent).unflatten(-1, (module.heads, -1)).transpose(1, 2) for f in projections[:3])
+    q, k, v = (
+        f(tangent).unflatten(-1, (module.heads, -1)).transpose(1, 2) for f in projections[:3]
+    )
     return {
         "  logmap0": lambda: poincare.logmap0(points, 1.0),
         "  four projections": lambda: [f(tangent) for f in projections],
@@ -58,7 +62,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", action="store_true", help="also time torch.compile of each module")
+    parser.add_argument(
+        "--compile", action="store_true", help="also time torch.compile of each module"
+    )
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -69,7 +75,10 @@ def main() -> None:
     timed |= {name: lambda m=module: m(points) for name, module in found.items()}
     timed |= parts(list(found.values())[-1], points)
     if args.compile:
-        compiled = {f"{name}, compiled": torch.compile(module, fullgraph=True) for name, module in found.items()}
+        compiled = {
+            f"{name}, compiled": torch.compile(module, fullgraph=True)
+            for name, module in found.items()
+        }
         timed |= {name: lambda m=module: m(points) for name, module in compiled.items()}
     with torch.no_grad():
         errors = {name: error(module, points) for name, module in found.items()}

@@ -40,7 +40,11 @@ def error(radius: float, spacing: float | None, backend: str) -> float:
     """The largest error of a float32 logit, read off the weights; the exact ones are the definition in float64."""
     x = points(radius, spacing)
     eye = torch.eye(x.shape[2])[None, None]
-    weights = hyperbolic_attention(x, x, eye, scale=1.0, aggregation="mean", backend=backend).double().log()
+    weights = (
+        hyperbolic_attention(x, x, eye, scale=1.0, aggregation="mean", backend=backend)
+        .double()
+        .log()
+    )
     exact = hyperbolic_scores(x.double(), x.double(), scale=1.0)
     return (weights - weights[..., :1] + exact[..., :1] - exact).abs().max().item()
 
@@ -51,7 +55,10 @@ def table(radii: list[float]) -> None:
         f"{'radius':>6} {'reference':>10} {'blockwise':>10}   largest error of a logit over {len(SPACINGS)} spacings"
     )
     for radius in radii:
-        worst = [max(error(radius, s, backend) for s in SPACINGS) for backend in ("reference", "blockwise")]
+        worst = [
+            max(error(radius, s, backend) for s in SPACINGS)
+            for backend in ("reference", "blockwise")
+        ]
         print(f"{radius:6g} {worst[0]:10.1e} {worst[1]:10.1e}")
 
 
@@ -76,7 +83,9 @@ def real_model(length: int) -> None:
 
     path = smollm2()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    text = "\n".join(p.read_text() for p in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
+    text = "\n".join(
+        p.read_text() for p in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    )
     ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids[:, :length]
     radii, pairs = [], [0]
     norms, squared_distance = HyperbolicVectors.norms, Tile.squared_distance
@@ -105,7 +114,9 @@ def real_model(length: int) -> None:
 
 def main() -> None:
     """Print what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--radii", type=float, nargs="*", default=[4, 6, 8, 10, 12])
     parser.add_argument("--smollm2", action="store_true", help="also run SmolLM2-135M")
     parser.add_argument("--length", type=int, default=768, help="tokens of text for SmolLM2")

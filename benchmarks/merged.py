@@ -24,7 +24,9 @@ def merged(path: str | None, rows: list[dict]) -> list[dict]:
     before, here = json.loads(Path(path).read_text()), environment()
     other = [name for name in SAME if before["environment"][name] != here[name]]
     if other:
-        raise SystemExit(f"{path} was measured with another {', '.join(other)}; write to another file")
+        raise SystemExit(
+            f"{path} was measured with another {', '.join(other)}; write to another file"
+        )
     name = lambda r: tuple(r.get(n) for n in NAMES)
     mine = {name(r) for r in rows}
     found = [r for r in before["rows"] if name(r) not in mine] + rows

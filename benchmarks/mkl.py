@@ -80,8 +80,12 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     found, where, rows = models(args.ways), environment(), []
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; SmolLM2 in float32, batch 1")
-    print(f"{'length':>7} {'kind':10} {'what':15} {'x stock':>8} {'low':>6} {'high':>6} {'s':>8} {'error':>8}")
+    print(
+        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; SmolLM2 in float32, batch 1"
+    )
+    print(
+        f"{'length':>7} {'kind':10} {'what':15} {'x stock':>8} {'low':>6} {'high':>6} {'s':>8} {'error':>8}"
+    )
     for length in args.lengths:
         ids = torch.randint(1, 40000, (1, length), generator=torch.manual_seed(0))
         off = {name: error(model, ids) for name, model in found.items()}
@@ -90,7 +94,9 @@ def main() -> None:
             for name, ratio in ratios(interleaved(runs, args.rounds), STOCK).items():
                 if name == STOCK:
                     continue
-                rows.append({"length": length, "kind": kind, "what": name, **ratio, "error": off[name]})
+                rows.append(
+                    {"length": length, "kind": kind, "what": name, **ratio, "error": off[name]}
+                )
                 print(f"{length:7d} {kind:10} {name:15} {ratio['median']:8.3f} {ratio['low']:6.3f} "
                       f"{ratio['high']:6.3f} {ratio['seconds']:8.3f} {off[name]:8.1e}", flush=True)  # fmt: skip
     write_json(args.json, {"environment": where, "arguments": vars(args), "rows": rows})

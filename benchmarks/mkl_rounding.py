@@ -98,7 +98,10 @@ def main() -> None:
         for way in args.ways:
             found = errors(models([way] if way != STOCK else [])[way], ids, way == STOCK)
             rows.append({"length": length, "what": way, **found})
-            print(f"{length:7d} {way:15} " + " ".join(f"{found[c]:20.1e}" for c in COLUMNS.values()), flush=True)
+            print(
+                f"{length:7d} {way:15} " + " ".join(f"{found[c]:20.1e}" for c in COLUMNS.values()),
+                flush=True,
+            )
     write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows})
 
 

@@ -32,7 +32,9 @@ SCORES = {
 
 def define_scores() -> None:
     """Import the scores of the tutorial as it has them."""
-    (source,) = re.findall(r"```python\n# file: my_scores\.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (source,) = re.findall(
+        r"```python\n# file: my_scores\.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "my_scores.py"
         path.write_text(source)
@@ -45,12 +47,17 @@ def measure(name: str, length: int, args) -> list[dict]:
     """Rows of one score: forward, and with the backward pass."""
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(1, args.heads, length, args.dim, generator=generator) for _ in range(3)]
-    numbers = {n: torch.full((args.heads, args.dim) if n == "direction" else (args.heads,), 0.5) for n in SCORES[name]}
+    numbers = {
+        n: torch.full((args.heads, args.dim) if n == "direction" else (args.heads,), 0.5)
+        for n in SCORES[name]
+    }
     leaves = [t.requires_grad_() for t in (*vectors, *numbers.values())]
 
     def forward(backend: str) -> torch.Tensor:
         with torch.no_grad():
-            return scored_attention(*vectors, is_causal=True, score=name, backend=backend, **numbers)
+            return scored_attention(
+                *vectors, is_causal=True, score=name, backend=backend, **numbers
+            )
 
     def training(backend: str) -> torch.Tensor:
         out = scored_attention(*vectors, is_causal=True, score=name, backend=backend, **numbers)
@@ -61,7 +68,9 @@ def measure(name: str, length: int, args) -> list[dict]:
         compiled, blocks = (call(backend) for backend in ("cpu", "blockwise"))
         apart = ((compiled - blocks).abs().max() / blocks.abs().max()).item()
         clock = time.process_time if args.processor else time.perf_counter
-        seconds = interleaved({b: partial(call, b) for b in ("cpu", "blockwise")}, args.rounds, clock)
+        seconds = interleaved(
+            {b: partial(call, b) for b in ("cpu", "blockwise")}, args.rounds, clock
+        )
         times = ratios(seconds, "cpu")
         rows.append({"score": name, "length": length, "kind": kind, "apart": apart, "seconds": times["cpu"]["seconds"],
                      "blockwise_seconds": times["blockwise"]["seconds"], **{f"times_{k}": times["blockwise"][k]

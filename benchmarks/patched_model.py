@@ -36,7 +36,9 @@ def patching(model, config, rounds: int) -> dict:
         start = time.perf_counter()
         ha.patch_model(model, config)
         seconds.append(time.perf_counter() - start)
-        added = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if ".hyper." in n)
+        added = sum(
+            p.numel() * p.element_size() for n, p in model.named_parameters() if ".hyper." in n
+        )
         start = time.perf_counter()
         ha.unpatch_model(model)
         back.append(time.perf_counter() - start)
@@ -45,7 +47,11 @@ def patching(model, config, rounds: int) -> dict:
     ha.patch_model(model, config)
     resident = psutil.Process().memory_info().rss - before
     return {
-        "patch_seconds": {"first": seconds[0], "median": statistics.median(seconds), "most": max(seconds)},
+        "patch_seconds": {
+            "first": seconds[0],
+            "median": statistics.median(seconds),
+            "most": max(seconds),
+        },
         "unpatch_seconds": {"median": statistics.median(back)},
         "parameters_mib": own / 2**20,
         "added_mib": added / 2**20,
@@ -58,7 +64,9 @@ def generate(model, ids: torch.Tensor, tokens: int) -> tuple[list[int], float]:
     """Greedy generation of exactly `tokens` tokens with a cache, and its seconds."""
     start = time.perf_counter()
     with torch.no_grad():
-        out = model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        out = model.generate(
+            ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
     return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start
 
 
@@ -67,7 +75,9 @@ def sameness(stock, patched, ids: torch.Tensor, tokens: int) -> dict:
     (one, _), (other, _) = (generate(model, ids, tokens) for model in (stock, patched))
     with torch.no_grad():
         expected, found = stock(ids).logits, patched(ids).logits
-    computed = patched(ids).logits.detach()  # gradients are wanted here, so the mechanism is computed
+    computed = patched(
+        ids
+    ).logits.detach()  # gradients are wanted here, so the mechanism is computed
     return {
         "generated_tokens": tokens,
         "generated_identical": one == other,
@@ -95,8 +105,12 @@ def speed(stock, patched, ids: torch.Tensor, tokens: int, rounds: int) -> dict:
 
 def main() -> None:
     """Measure and print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory or Hub id of a causal LM (default: SmolLM2-135M-Instruct)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="directory or Hub id of a causal LM (default: SmolLM2-135M-Instruct)"
+    )
     parser.add_argument("--mechanism", default="cone", choices=sorted(MECHANISMS))
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to generate and compare")
@@ -112,7 +126,9 @@ def main() -> None:
     source, config = args.model or smollm2(), MECHANISMS[args.mechanism].config()
     load = AutoModelForCausalLM.from_pretrained
     stock, patched = (load(source, dtype=torch.float32).to(args.device).eval() for _ in range(2))
-    ids = torch.randint(1, stock.config.vocab_size, (1, args.prompt), generator=torch.manual_seed(0))
+    ids = torch.randint(
+        1, stock.config.vocab_size, (1, args.prompt), generator=torch.manual_seed(0)
+    )
     ids = ids.to(args.device)
     result = {"environment": environment(), "arguments": vars(args), "model": type(stock).__name__}
     result |= patching(patched, config, args.rounds)

@@ -49,7 +49,9 @@ class Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=2048, help="tokens of the prompt")
     parser.add_argument("--layers", type=int, default=30, help="layers of the model")
     parser.add_argument("--rounds", type=int, default=5, help="generated tokens; the median counts")
@@ -59,13 +61,22 @@ def main() -> None:
         "hsa": ha.HsaConfig(windows=(16, 64, 256)),
         "sparse": ha.SparseConfig(Pages(query="previous")),
     }
-    sizes = dict(vocab_size=512, hidden_size=576, intermediate_size=1536, num_hidden_layers=args.layers)
-    sizes |= dict(num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2 * args.length)
-    ids, mask = torch.randint(0, 512, (2, args.length)), torch.ones(2, args.length + 100, dtype=torch.long)
+    sizes = dict(
+        vocab_size=512, hidden_size=576, intermediate_size=1536, num_hidden_layers=args.layers
+    )
+    sizes |= dict(
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2 * args.length
+    )
+    ids, mask = (
+        torch.randint(0, 512, (2, args.length)),
+        torch.ones(2, args.length + 100, dtype=torch.long),
+    )
     mask[1, :100] = 0
     print(f"{cpu()}, {torch.get_num_threads()} threads")
     for name, config in mechanisms.items():
-        model = ha.patch_model(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)).eval(), config, mode="replace")
+        model = ha.patch_model(
+            hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)).eval(), config, mode="replace"
+        )
         cache, shares = hf.DynamicCache(config=model.config), []
         for round_ in range(1 + args.rounds):
             given = ids if not round_ else ids[:, :1]

@@ -39,7 +39,9 @@ OWN = {
 
 def parser() -> argparse.ArgumentParser:
     """The options of this command."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--minutes", type=float, default=8.0, help="start nothing new after this long")
     p.add_argument("--full", action="store_true", help="sweep everything; hours")
     p.add_argument("--only", metavar="REGEX", help="only jobs whose key this is found in")
@@ -49,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=2.0, help="of turns with SDPA, for each job")
     p.add_argument("--memory", type=float, default=6.0, help="GiB that a job may take")
     p.add_argument("--longest", type=float, default=60.0, help="seconds that one call may take")
-    p.add_argument("--base", type=Path, metavar="FILE.json", help="tell what is slower than in this file")
+    p.add_argument(
+        "--base", type=Path, metavar="FILE.json", help="tell what is slower than in this file"
+    )
     p.add_argument("--list", action="store_true", help="only list the jobs")
     p.add_argument("--draw", action="store_true", help="only write docs/performance.md")
     own = p.add_argument_group("a sweep of one's own in place of the list")
@@ -78,7 +82,9 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     if unknown:
         p.error(f"--ways {unknown[0]}: nothing here runs so; allowed: {', '.join(sorted(ways))}")
     if "threads" in given and device() == "cuda":
-        p.error("--threads says nothing of a GPU, which is what is measured where there is one; leave it out")
+        p.error(
+            "--threads says nothing of a GPU, which is what is measured where there is one; leave it out"
+        )
     for name in OWN.keys() - set(given):
         setattr(args, name, OWN[name])
     return args
@@ -165,7 +171,9 @@ def main(words: list[str] | None = None) -> int:
         return draw()
     found = chosen(args)
     if args.only and not found:
-        raise SystemExit(f"--only {args.only} is found in no job; allowed: a part of what --list shows")
+        raise SystemExit(
+            f"--only {args.only} is found in no job; allowed: a part of what --list shows"
+        )
     if args.list:
         print("\n".join(job.key for job in found))
         return 0
@@ -173,7 +181,10 @@ def main(words: list[str] | None = None) -> int:
     todo = [job for job in found if args.again or args.fresh or job.key not in store.rows]
     done = work(todo, store, args)
     left = sum(job.key not in store.rows for job in found)
-    print(f"{store.path}: " + ("all is done" if done else f"{left} of {len(found)} left; the same command goes on"))
+    print(
+        f"{store.path}: "
+        + ("all is done" if done else f"{left} of {len(found)} left; the same command goes on")
+    )
     if args.base:
         text, slower = summary(json.loads(args.base.read_text())["rows"], store.rows)
         print(text)

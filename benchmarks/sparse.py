@@ -51,14 +51,20 @@ def mixed(length: int, share: float) -> list[SparseRule]:
     low, high = 0, length
     while low < high:
         top = (low + high + 1) // 2
-        low, high = (top, high) if mean_share(with_top(few, top), length) <= share else (low, top - 1)
+        low, high = (
+            (top, high) if mean_share(with_top(few, top), length) <= share else (low, top - 1)
+        )
     return with_top(few, low)
 
 
 def with_top(few: list[SparseRule], top: int) -> list[SparseRule]:
     """Six heads that open `top` pages each, and three others."""
     paged = [replace(rule, top=top) for rule in PAGED * 2]
-    return [rule for three in (paged[:2] + few[:1], paged[2:4] + few[1:2], paged[4:] + few[2:]) for rule in three]
+    return [
+        rule
+        for three in (paged[:2] + few[:1], paged[2:4] + few[1:2], paged[4:] + few[2:])
+        for rule in three
+    ]
 
 
 def mean_share(rules: list[SparseRule], length: int) -> float:
@@ -72,10 +78,15 @@ def error(out: torch.Tensor, q, k, v, rules: list[SparseRule], samples: int = 5)
     for row in torch.linspace(0, q.shape[2] - 1, samples).long().tolist():
         for h, rule in enumerate(rules):
             earlier = min(row, rule.earlier)
-            own, keys = q[:, h : h + 1, row - earlier : row + 1], k[:, h // 3 : h // 3 + 1, : row + 1]
+            own, keys = (
+                q[:, h : h + 1, row - earlier : row + 1],
+                k[:, h // 3 : h // 3 + 1, : row + 1],
+            )
             mask = rule.mask(own, keys, first=row - earlier, earlier=earlier)
             weights = (
-                (own[:, :, -1:].double() @ keys.double().mT * DIM**-0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+                (own[:, :, -1:].double() @ keys.double().mT * DIM**-0.5)
+                .masked_fill(~mask, -torch.inf)
+                .softmax(-1)
             )
             exact = weights @ v[:, h // 3 : h // 3 + 1, : row + 1].double()
             worst = max(worst, float((out[:, h : h + 1, row : row + 1] - exact).abs().max()))
@@ -90,7 +101,9 @@ def layer(length: int, share: float, args) -> list[dict]:
     rules, square = mixed(length, share), torch.randn(2048, 2048)
     run = lambda: sparse_attention(q, k, v, is_causal=True, enable_gqa=True, rules=rules)
     calls: dict[str, Callable] = {
-        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ),
         "dense": lambda: attention(dot_score(q, k), v, Options(is_causal=True), backend="cpu"),
         "sparse": run,
         "square": lambda: square @ square,
@@ -101,13 +114,20 @@ def layer(length: int, share: float, args) -> list[dict]:
     pairs = mean_share(rules, length)
     rate = pairs * 4 * DIM * HEADS * length * (length + 1) / 2 / seconds["sparse"] / 1e9
     product = 2 * 2048**3 / seconds.pop("square") / 1e9
-    return [row("layer", length, pairs, seconds, error=off, rate=rate, share_of_product=rate / product)]
+    return [
+        row("layer", length, pairs, seconds, error=off, rate=rate, share_of_product=rate / product)
+    ]
 
 
 def models(length: int, args) -> tuple[dict[str, torch.nn.Module], float]:
     """Stock, on our dense kernel, and sparse, which share weights; and the share of the pairs."""
-    pretrained = lambda: AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
-    made = {n: pretrained() if args.chosen else smollm2(args.layers) for n in ("sdpa", "dense", "sparse")}
+    pretrained = lambda: AutoModelForCausalLM.from_pretrained(
+        smollm2_folder(), dtype=torch.float32
+    ).eval()
+    made = {
+        n: pretrained() if args.chosen else smollm2(args.layers)
+        for n in ("sdpa", "dense", "sparse")
+    }
     for model in made.values():
         model.load_state_dict(made["sdpa"].state_dict(), assign=True)
     made["dense"].set_attn_implementation("hyper_dot")
@@ -141,9 +161,15 @@ def decode(length: int, share: float, args) -> list[dict]:
     made, pairs = models(length, args)
     steps = {name: tokens_after(m, length, STEPS, args, DynamicCache()) for name, m in made.items()}
     caches = {name: ha.HierarchicalCache() for name in made}
-    steps |= {f"{name}, grown": tokens_after(m, length, STEPS, args, caches[name]) for name, m in made.items()}
+    steps |= {
+        f"{name}, grown": tokens_after(m, length, STEPS, args, caches[name])
+        for name, m in made.items()
+    }
     seconds = {name: taken / STEPS for name, taken in lowest(steps, args.seconds, 1).items()}
-    grown = {"sdpa": seconds["sdpa"], **{name: seconds[f"{name}, grown"] for name in ("dense", "sparse")}}
+    grown = {
+        "sdpa": seconds["sdpa"],
+        **{name: seconds[f"{name}, grown"] for name in ("dense", "sparse")},
+    }
     return [
         row(called("decode", args), length, pairs, {name: seconds[name] for name in made}),
         row(called("decode, HierarchicalCache", args), length, pairs, grown),
@@ -169,15 +195,27 @@ def forget(length: int, share: float, args) -> list[dict]:
     split = ha.unpatch_model(made["sparse"])
     layers = split.config.num_hidden_layers
     few = [Exact()] * group + [Window(near=256)] * (HEADS - group)
-    every_second = {f"model.layers.{i}.self_attn": (ha.SparseConfig(few),) for i in range(0, layers, 2)}
+    every_second = {
+        f"model.layers.{i}.self_attn": (ha.SparseConfig(few),) for i in range(0, layers, 2)
+    }
     of_layers = [few if i % 2 == 0 else [Window(near=256)] for i in range(layers)]
     pairs = sum(mean_share(rules, length) for rules in of_layers) / layers
     ha.patch_model(
-        split, ha.HyperAttnConfig((ha.SparseConfig(Window(near=256)),), mode="replace", overrides=every_second)
+        split,
+        ha.HyperAttnConfig(
+            (ha.SparseConfig(Window(near=256)),), mode="replace", overrides=every_second
+        ),
     )
-    caches = {"sdpa": DynamicCache(), "dense": ha.HierarchicalCache(), "whole": ha.HierarchicalCache(split)}
+    caches = {
+        "sdpa": DynamicCache(),
+        "dense": ha.HierarchicalCache(),
+        "whole": ha.HierarchicalCache(split),
+    }
     caches["sparse"] = ha.HierarchicalCache(split, evict=True)
-    steps = {name: tokens_after(made.get(name, split), length, 1, args, cache) for name, cache in caches.items()}
+    steps = {
+        name: tokens_after(made.get(name, split), length, 1, args, cache)
+        for name, cache in caches.items()
+    }
     whole, found = (steps[name]() for name in ("whole", "sparse"))
     off = float((whole - found).abs().max() / whole.abs().max())
     seconds = lowest(steps, args.seconds, 1)
@@ -194,7 +232,9 @@ def bytes_of(cache: DynamicCache) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def tokens_after(made: torch.nn.Module, length: int, steps: int, args, cache: DynamicCache) -> Callable:
+def tokens_after(
+    made: torch.nn.Module, length: int, steps: int, args, cache: DynamicCache
+) -> Callable:
     """The last tokens of a length, one after the other, with the cache of the model's own prompt."""
     token = tokens(args, 1)
     with torch.inference_mode():
@@ -233,7 +273,9 @@ def show(r: dict) -> None:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = {"layer": layer, "model": model, "decode": decode, "forget": forget}
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])

@@ -37,7 +37,9 @@ class Case:
     def ours(self, backend: str) -> torch.Tensor:
         """The output by one of the ways."""
         q, k, v, before, after = self.leaves
-        return talking_heads_attention(q, k, v, is_causal=self.causal, before=before, after=after, backend=backend)
+        return talking_heads_attention(
+            q, k, v, is_causal=self.causal, before=before, after=after, backend=backend
+        )
 
     def calls(self) -> dict:
         """What is timed, as functions of no arguments that return the output, each with what it has gradients for."""
@@ -57,7 +59,9 @@ class Case:
         rows = torch.linspace(0, self.length - 1, 16).long()
         mask = torch.arange(self.length) <= rows[:, None] if self.causal else None
         q, k, v, before, after = (t.detach().double() for t in self.leaves)
-        exact = talking_heads_attention(q[:, :, rows], k, v, mask, before=before, after=after, backend="reference")
+        exact = talking_heads_attention(
+            q[:, :, rows], k, v, mask, before=before, after=after, backend="reference"
+        )
         return (out[:, :, rows].double() - exact).abs().max().item()
 
 
@@ -88,7 +92,9 @@ def main() -> None:
     parser = options(__doc__, [512, 2048, 8192], rounds=5)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--dense-up-to", type=int, default=2048, help="longest length that is computed densely too")
+    parser.add_argument(
+        "--dense-up-to", type=int, default=2048, help="longest length that is computed densely too"
+    )
     args = parser.parse_args()
     report(args, args.dtype, "causal" if args.causal else "not causal", measure)
 

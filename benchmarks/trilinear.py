@@ -44,12 +44,16 @@ class Case:
         q, k, v = self.leaves[:3]
         for start in range(0, self.length, size):
             rows, keys = slice(start, start + size), slice(max(0, start - size), start + size)
-            found.append(sdpa(q[:, :, rows], k[:, :, keys], v[:, :, keys], attn_mask=self.mask[rows, keys]))
+            found.append(
+                sdpa(q[:, :, rows], k[:, :, keys], v[:, :, keys], attn_mask=self.mask[rows, keys])
+            )
         return torch.cat(found, 2)
 
     def three(self, leaves=None, **how) -> torch.Tensor:
         """Three-way attention."""
-        return trilinear_attention(*(leaves or self.leaves), **{"is_causal": True, "windows": self.windows} | how)
+        return trilinear_attention(
+            *(leaves or self.leaves), **{"is_causal": True, "windows": self.windows} | how
+        )
 
     def calls(self, dense_up_to: int) -> dict:
         """What is timed, as functions of no arguments, each with the tensors that it has gradients for."""
@@ -64,7 +68,9 @@ class Case:
         rows = torch.linspace(0, self.length - 1, 8).long()
         leaves = [t.detach().double() for t in self.leaves]
         found = []
-        for i in rows.tolist():  # keys of the row's windows alone: the definition takes all pairs of them
+        for i in (
+            rows.tolist()
+        ):  # keys of the row's windows alone: the definition takes all pairs of them
             first, second = (max(0, i - w + 1) for w in self.windows)
             if name in (SDPA, BLOCKS):
                 q, k, v = leaves[:3]
@@ -73,7 +79,11 @@ class Case:
                 continue
             q, k, v, k2, v2 = leaves
             one, two = slice(first, i + 1), slice(second, i + 1)
-            found.append(_triples(q[:, :, i : i + 1], k[:, :, one], v[:, :, one], k2[:, :, two], v2[:, :, two]))
+            found.append(
+                _triples(
+                    q[:, :, i : i + 1], k[:, :, one], v[:, :, one], k2[:, :, two], v2[:, :, two]
+                )
+            )
         return (out.detach()[:, :, rows].double() - torch.cat(found, 2)).abs().max().item()
 
 
@@ -111,7 +121,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--windows", type=int, nargs=2, default=[512, 32], metavar=("W1", "W2"))
     parser.add_argument("--forward-only", action="store_true")
-    parser.add_argument("--dense-up-to", type=int, default=0, help="longest length for the dense definition")
+    parser.add_argument(
+        "--dense-up-to", type=int, default=0, help="longest length for the dense definition"
+    )
     args = parser.parse_args()
     report(args, args.dtype, f"causal, windows {tuple(args.windows)}", measure)
 

@@ -63,7 +63,9 @@ def serve(args) -> None:
     torch.set_num_threads(args.threads)
     known, states = models(args), {}
     ids = torch.randint(0, 512, (1, args.length), generator=torch.Generator().manual_seed(1))
-    argument = "cache" if "cache" in known[args.mechanisms[0]].forward.__doc__ else "past_key_values"
+    argument = (
+        "cache" if "cache" in known[args.mechanisms[0]].forward.__doc__ else "past_key_values"
+    )
     mask = torch.ones(1, args.length + 100_000, dtype=torch.long)
     if args.padding:
         mask[:, : args.padding] = 0
@@ -95,7 +97,9 @@ def serve(args) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("base", nargs="?", help="the other checkout")
     parser.add_argument("--length", type=int, default=8192, help="tokens of the prompt")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model")
@@ -105,7 +109,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--padding", type=int, default=0, help="tokens of padding at the left")
     parser.add_argument("--dtype", default="float32", help="of the model")
-    parser.add_argument("--mechanisms", nargs="+", default=["sparse", "hsa"], help="what models are patched with")
+    parser.add_argument(
+        "--mechanisms", nargs="+", default=["sparse", "hsa"], help="what models are patched with"
+    )
     parser.add_argument("--json", help="where to write the times")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -117,7 +123,12 @@ def main() -> None:
         command = [sys.executable, str(HERE), "--serve", *sys.argv[2:]]
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         workers[name] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
         )
 
     def ask(name: str, what: str):

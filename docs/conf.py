@@ -20,7 +20,13 @@ author = "The hf_hyperattn authors"
 copyright = author  # noqa: A001  Sphinx's word
 version = release = address.VERSION
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]
 

@@ -28,7 +28,11 @@ from .integration.hat import (
     HatForTokenClassification,
     HatModel,
 )
-from .integration.hsa_encoder import HsaEncoder, HsaEncoderConfig, HsaEncoderForSequenceClassification
+from .integration.hsa_encoder import (
+    HsaEncoder,
+    HsaEncoderConfig,
+    HsaEncoderForSequenceClassification,
+)
 from .mechanisms.collaborative.config import CollaborativeConfig
 from .mechanisms.cone.config import ConeConfig
 from .mechanisms.hat.config import HatConfig

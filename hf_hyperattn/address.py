@@ -15,4 +15,6 @@ def install(*more: str) -> str:
     """Return the command that installs this package, and `more`: other packages, or options such as "-U"."""
     if RELEASED or SOURCE:
         return " ".join(["pip install", NAME if RELEASED else f"git+{SOURCE}", *more])
-    return " ".join(["pip install", ".", *more, "# in a clone of hf_hyperattn: no package index has it yet"])
+    return " ".join(
+        ["pip install", ".", *more, "# in a clone of hf_hyperattn: no package index has it yet"]
+    )

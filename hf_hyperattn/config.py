@@ -31,8 +31,12 @@ __all__ = ["CONFIG_NAME", "FORMAT", "MODES", "HyperAttnConfig", "MechanismConfig
 FORMAT = 1
 CONFIG_NAME = "hyperattn_config.json"
 #: Arguments of an upload and of a download, which `save_pretrained` and `from_pretrained` hand on.
-UPLOAD = tuple(name for name in inspect.signature(PushToHubMixin.push_to_hub).parameters if name != "self")
-DOWNLOAD = tuple(n for n in inspect.signature(hf_hub_download).parameters if n not in ("repo_id", "filename"))
+UPLOAD = tuple(
+    name for name in inspect.signature(PushToHubMixin.push_to_hub).parameters if name != "self"
+)
+DOWNLOAD = tuple(
+    n for n in inspect.signature(hf_hub_download).parameters if n not in ("repo_id", "filename")
+)
 Mode = Literal["blend", "replace"]
 MODES = get_args(Mode)
 #: What mechanisms may count on, where no other takes it away.
@@ -103,7 +107,9 @@ class MechanismConfig(KnownFields):
     def from_dict(data: dict[str, Any]) -> MechanismConfig:
         """The inverse of `to_dict`; unknown mechanisms, unknown fields and values out of range are refused."""
         if not isinstance(data, dict) or not isinstance(data.get("mechanism"), str):
-            raise ValueError(f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'")
+            raise ValueError(
+                f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'"
+            )
         cls: Any = get_mechanism(data["mechanism"], data.get("defined_in")).config
         data = cls.checked_record(data)
         known = cls.__dataclass_fields__
@@ -113,7 +119,13 @@ class MechanismConfig(KnownFields):
                 f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}; a newer "
                 f"hf_hyperattn may know it: {install('-U')}"
             )
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "mechanism"})
+        return cls(
+            **{
+                k: tuple(v) if isinstance(v, list) else v
+                for k, v in data.items()
+                if k != "mechanism"
+            }
+        )
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +178,9 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             self._refuse("hosts", "names of modules, at least one, with at least one mechanism")
         if self.hosts is not None and len(set(self.hosts)) < len(self.hosts):
             self._refuse("hosts", "every name once")
-        object.__setattr__(self, "overrides", checked_overrides(self.overrides, self.mechanisms, self.hosts))
+        object.__setattr__(
+            self, "overrides", checked_overrides(self.overrides, self.mechanisms, self.hosts)
+        )
         for host in self.overrides or ():
             check_stages(self.mechanisms_at(host))
 
@@ -200,14 +214,18 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             "hosts": self.hosts,
         }
         if self.overrides:
-            values["overrides"] = {host: [m.to_dict() for m in configs] for host, configs in self.overrides.items()}
+            values["overrides"] = {
+                host: [m.to_dict() for m in configs] for host, configs in self.overrides.items()
+            }
         return plain(values)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HyperAttnConfig:
         """The inverse of `to_dict`. Data from strangers is safe: wrong types, unknown keys and sizes are refused."""
         if not isinstance(data, dict) or type(data.get("format")) is not int:
-            raise ValueError(f"hyperattn config is {short(data)}; allowed: a dict with an integer 'format'")
+            raise ValueError(
+                f"hyperattn config is {short(data)}; allowed: a dict with an integer 'format'"
+            )
         if not 1 <= data["format"] <= FORMAT:
             raise ValueError(
                 f"hyperattn config has format {short(data['format'])}, this hf_hyperattn reads 1 to {FORMAT}; install "
@@ -222,16 +240,26 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         for name in ("mechanisms", "heads", "layers", "hosts"):
             value, kinds = data.get(name), list | str if name in ("heads", "layers") else list
             if value is not None and (not isinstance(value, kinds) or len(value) > MOST):
-                raise ValueError(f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}")
+                raise ValueError(
+                    f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}"
+                )
         values = {k: v for k, v in data.items() if k != "format"}
         values["mechanisms"] = [MechanismConfig.from_dict(m) for m in data.get("mechanisms") or []]
         overrides = data.get("overrides")
-        if isinstance(overrides, dict) and len(overrides) <= MOST:  # what is of another form is refused as it is
-            lists = {h: c for h, c in overrides.items() if isinstance(c, list) and len(c) <= len(STAGES)}
-            values["overrides"] = overrides | {h: list(map(MechanismConfig.from_dict, c)) for h, c in lists.items()}
+        if (
+            isinstance(overrides, dict) and len(overrides) <= MOST
+        ):  # what is of another form is refused as it is
+            lists = {
+                h: c for h, c in overrides.items() if isinstance(c, list) and len(c) <= len(STAGES)
+            }
+            values["overrides"] = overrides | {
+                h: list(map(MechanismConfig.from_dict, c)) for h, c in lists.items()
+            }
         return cls(**values)
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs
+    ) -> None:
         """Write `hyperattn_config.json` into a directory (made where missing), whole or not at all.
 
         Args:
@@ -241,9 +269,13 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             TypeError: an argument that `push_to_hub` does not have.
             ValueError: one of its arguments without push_to_hub=True.
         """
-        check_known("HyperAttnConfig.save_pretrained has no argument", kwargs, ("push_to_hub", *UPLOAD))
+        check_known(
+            "HyperAttnConfig.save_pretrained has no argument", kwargs, ("push_to_hub", *UPLOAD)
+        )
         given = [name for name, value in kwargs.items() if value is not None]
-        idle = next((name for name in given if name != "max_shard_size"), None)  # which push_to_hub itself gives
+        idle = next(
+            (name for name in given if name != "max_shard_size"), None
+        )  # which push_to_hub itself gives
         if idle is not None and not push_to_hub:
             raise ValueError(f"{idle} is for push_to_hub=True; leave it out")
         directory = Path(save_directory)
@@ -264,7 +296,9 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         path = Path(source)
         idle = next((name for name in ("revision", "subfolder") if kwargs.get(name)), None)
         if idle is not None and path.exists():
-            raise ValueError(f"{idle} is for a Hub id, and {short(str(source))} is on the disk; leave it out")
+            raise ValueError(
+                f"{idle} is for a Hub id, and {short(str(source))} is on the disk; leave it out"
+            )
         if path.is_dir():
             path = path / CONFIG_NAME
         elif not path.is_file():
@@ -333,31 +367,46 @@ def checked_overrides(
     if value is None or (isinstance(value, Mapping) and not value):
         return None
     owner = "HyperAttnConfig.overrides"
-    if not isinstance(value, Mapping) or len(value) > MOST or not all(isinstance(h, str) for h in value):
+    if (
+        not isinstance(value, Mapping)
+        or len(value) > MOST
+        or not all(isinstance(h, str) for h in value)
+    ):
         example = "{'model.layers.3.self_attn': [ConeConfig()]}"
         refuse(
-            owner, value, f"names of at most {MOST} hosts, each with a list of mechanism configs, such as {example}"
+            owner,
+            value,
+            f"names of at most {MOST} hosts, each with a list of mechanism configs, such as {example}",
         )
     patched = value if hosts is None else set(hosts)
     unknown = next((h for h in value if h not in patched), None)
     if unknown is not None:
-        raise ValueError(f"{owner} names {short(unknown)}, which is not in hosts; allowed: names in hosts")
+        raise ValueError(
+            f"{owner} names {short(unknown)}, which is not in hosts; allowed: names in hosts"
+        )
     known = [m.stages[0] for m in mechanisms]
     for host, configs in value.items():
         where = f"{owner}[{short(host)}]"
-        if not isinstance(configs, list | tuple) or not all(isinstance(c, MechanismConfig) for c in configs):
+        if not isinstance(configs, list | tuple) or not all(
+            isinstance(c, MechanismConfig) for c in configs
+        ):
             raise ValueError(f"{where} is {short(configs)}; allowed: a list of mechanism configs")
         names = [c.mechanism for c in configs]
         strange = next((c.mechanism for c in configs if c.stages[0] not in known), None)
         if strange is not None:
             allowed = ", ".join(m.mechanism for m in mechanisms)
             allowed = f"{allowed}, and others of their stages" if allowed else "none"
-            raise ValueError(f"{where} holds {strange}, which is not among the mechanisms; allowed: {allowed}")
+            raise ValueError(
+                f"{where} holds {strange}, which is not among the mechanisms; allowed: {allowed}"
+            )
         if not names or len({c.stages[0] for c in configs}) < len(names):
             raise ValueError(
                 f"{where} holds {short(names)}; allowed: at least one mechanism, every one once, one a stage"
             )
-    return {host: tuple(sorted(configs, key=lambda c: known.index(c.stages[0]))) for host, configs in value.items()}
+    return {
+        host: tuple(sorted(configs, key=lambda c: known.index(c.stages[0])))
+        for host, configs in value.items()
+    }
 
 
 def mechanisms_of(

@@ -57,7 +57,11 @@ def option(
     )
     if callable(default):
         return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
+    return (
+        field(default=default, metadata=metadata)
+        if default is not MISSING
+        else field(metadata=metadata)
+    )
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
@@ -69,7 +73,9 @@ def check_known(what: str, given: Iterable[str], known: Collection[str]) -> None
     """Raise a one-line TypeError for a name that is not known; `what` is how it begins."""
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
-        nearest = "".join(f"; did you mean {name!r}?" for name in get_close_matches(unknown, known, 1))
+        nearest = "".join(
+            f"; did you mean {name!r}?" for name in get_close_matches(unknown, known, 1)
+        )
         raise TypeError(f"{what} {short(unknown)}; allowed: {', '.join(known)}{nearest}")
 
 

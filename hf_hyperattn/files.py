@@ -46,7 +46,9 @@ def read_json(path: Path) -> dict[str, Any]:
     for _ in range(MOST_LEVELS):
         level = [inner for part in level for inner in parts_of(part)]
     if level:
-        raise ValueError(f"cannot read {path}: it is nested more than {MOST_LEVELS} deep; allowed: a JSON object")
+        raise ValueError(
+            f"cannot read {path}: it is nested more than {MOST_LEVELS} deep; allowed: a JSON object"
+        )
     return data
 
 
@@ -58,9 +60,13 @@ def parts_of(data: Any) -> Iterable[Any]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a crash leaves either the old file or the new one, never half of one."""
     path = Path(path)
-    draft = path.with_name(f"{PREFIX}-{path.name}")  # every time: the next write clears what a kill left
+    draft = path.with_name(
+        f"{PREFIX}-{path.name}"
+    )  # every time: the next write clears what a kill left
     with locked(path):
-        draft.unlink(missing_ok=True)  # never written through: it may be a link that somebody else put there
+        draft.unlink(
+            missing_ok=True
+        )  # never written through: it may be a link that somebody else put there
         try:
             with open(draft, "xb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
@@ -88,7 +94,9 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        place.unlink(missing_ok=True)  # before the release: who waits for it sees that, and makes a new one
+        place.unlink(
+            missing_ok=True
+        )  # before the release: who waits for it sees that, and makes a new one
         release(handle)
 
 
@@ -125,7 +133,9 @@ def _wait_for(handle: int, place: Path) -> None:
     while not _lock(handle):
         if time.monotonic() > warn_at:
             warn_at = float("inf")
-            logger.warning(f"hf_hyperattn: waiting for another process that saves; it holds the lock {place}")
+            logger.warning(
+                f"hf_hyperattn: waiting for another process that saves; it holds the lock {place}"
+            )
         time.sleep(0.002)
 
 
@@ -144,7 +154,9 @@ def is_held(path: Path) -> bool:
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError as error:
-        return not isinstance(error, FileNotFoundError)  # a file of somebody else is better left alone
+        return not isinstance(
+            error, FileNotFoundError
+        )  # a file of somebody else is better left alone
     held = fcntl is not None and not _lock(handle)
     os.close(handle)
     return held

@@ -68,11 +68,17 @@ def check_replaceable(target: Path, force: bool, source: str | os.PathLike) -> N
     if not target.is_dir() or not any(target.iterdir()):
         return
     if not force:
-        raise ValueError(f"{target} is not empty; allowed: {allowed}, or --force to replace a checkpoint")
-    if os.path.lexists(source) and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
+        raise ValueError(
+            f"{target} is not empty; allowed: {allowed}, or --force to replace a checkpoint"
+        )
+    if os.path.lexists(source) and Path(os.path.realpath(source)).is_relative_to(
+        os.path.realpath(target)
+    ):
         raise ValueError(f"{target} is or holds {source}, which would be lost; allowed: {allowed}")
     if not os.path.lexists(target / "config.json"):
-        raise ValueError(f"{target} holds no checkpoint (no config.json) but other files; allowed: {allowed}")
+        raise ValueError(
+            f"{target} holds no checkpoint (no config.json) but other files; allowed: {allowed}"
+        )
 
 
 @contextmanager
@@ -116,11 +122,11 @@ def replace_folder(target: str | os.PathLike, keep_others: bool = True) -> Itera
                     shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         if not complete:
-            error.filename = error.filename or str(target)  # "No space left on device" does not say where
+            error.filename = error.filename or str(
+                target
+            )  # "No space left on device" does not say where
             raise
-        text = (
-            f"saving into {target} stopped halfway ({error}); the new files are whole in {stage}: make way, then run"
-        )
+        text = f"saving into {target} stopped halfway ({error}); the new files are whole in {stage}: make way, then run"
         raise OSError(error.errno, f"{text} `hyperattn recover {target}`") from error
     finally:
         if not complete:
@@ -143,7 +149,9 @@ def recover(target: str | os.PathLike) -> list[str]:
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
     with locked(target):
         if any(is_held(stage / RECORD) for stage in _stages(target)):
-            raise OSError(f"a process is saving into {target}; wait for it, or end it, and run this again")
+            raise OSError(
+                f"a process is saving into {target}; wait for it, or end it, and run this again"
+            )
         done = _finish_interrupted(target)
         if left := _stages(target):
             raise OSError(
@@ -163,7 +171,9 @@ def is_interrupted(target: str | os.PathLike) -> bool:
 def _finish_interrupted(target: Path) -> list[str]:
     """Finish and clean what dead processes left, the oldest first; the lock of the target is held."""
     done, removed = [], f"{target}: what an interrupted save left was removed"
-    if (record := _read_record(target)) is not None:  # killed after the exchange: the stage is the old folder
+    if (
+        record := _read_record(target)
+    ) is not None:  # killed after the exchange: the stage is the old folder
         old = target.parent / record["stage"]
         _clean(old if old in _stages(target) else None, target, record)
         done.append(removed)
@@ -228,7 +238,9 @@ def _is_mount(folder: Path) -> bool:
         return True
     with suppress(OSError):  # one folder mounted at another place of the same file system
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-        return any(line.split()[4] == str(folder).replace(" ", "\\040") for line in text.splitlines())
+        return any(
+            line.split()[4] == str(folder).replace(" ", "\\040") for line in text.splitlines()
+        )
     return False
 
 
@@ -241,7 +253,9 @@ def _stages(target: Path) -> list[Path]:
     ):
         with suppress(OSError), os.scandir(folder) as entries:
             stages += [
-                Path(e.path) for e in entries if re.fullmatch(pattern, e.name) and e.is_dir(follow_symlinks=False)
+                Path(e.path)
+                for e in entries
+                if re.fullmatch(pattern, e.name) and e.is_dir(follow_symlinks=False)
             ]
     return sorted(stages, key=_age)
 
@@ -259,7 +273,9 @@ def _files(folder: Path) -> list[str]:
     for place, folders, files in os.walk(folder):
         at = os.path.relpath(place, folder)
         if at == ".":
-            folders[:] = [n for n in folders if not re.fullmatch(rf"{re.escape(PREFIX)}-\w{{8}}", n)]
+            folders[:] = [
+                n for n in folders if not re.fullmatch(rf"{re.escape(PREFIX)}-\w{{8}}", n)
+            ]
             files = [n for n in files if n not in (RECORD, f"{PREFIX}.lock")]
         files += [n for n in folders if os.path.islink(os.path.join(place, n))]
         names += [os.path.normpath(os.path.join(at, n)) for n in files]
@@ -304,7 +320,9 @@ def _read_record(folder: Path) -> dict | None:
 
 def _commit(stage: Path, target: Path, record: dict) -> None:
     """Bring a complete stage to its place; what was done of it already is not done again."""
-    untouched = all(os.path.lexists(stage / name) for name in record["files"])  # no file was renamed yet
+    untouched = all(
+        os.path.lexists(stage / name) for name in record["files"]
+    )  # no file was renamed yet
     if stage.parent == target.parent and untouched and not _stands_in(target):
         with suppress(OSError):
             if not (target.is_dir() and any(target.iterdir())):

@@ -43,7 +43,9 @@ def can_read(*tensors: Tensor | None) -> bool:
     """
     if is_recorded():
         return False
-    return not any(t is not None and (t.is_meta or isinstance(t, FakeTensor) or wrapped(t)) for t in tensors)
+    return not any(
+        t is not None and (t.is_meta or isinstance(t, FakeTensor) or wrapped(t)) for t in tensors
+    )
 
 
 def raise_if(wrong: Tensor, message: str) -> None:

@@ -53,7 +53,9 @@ LISTENERS: list[Callable[[Mechanism], None]] = []
 def register(mechanism: Mechanism) -> Mechanism:
     """Make a mechanism known. A second one of the same name, or an unknown stage, is refused."""
     if mechanism.stage not in STAGES:
-        raise ValueError(f"mechanism {mechanism.name!r} has stage={mechanism.stage!r}; allowed: {', '.join(STAGES)}")
+        raise ValueError(
+            f"mechanism {mechanism.name!r} has stage={mechanism.stage!r}; allowed: {', '.join(STAGES)}"
+        )
     if mechanism.name in MECHANISMS:
         raise ValueError(f"mechanism {mechanism.name!r} is registered already; choose another name")
     MECHANISMS[mechanism.name] = mechanism
@@ -79,7 +81,9 @@ def get_mechanism(name: str, defined_in: object = None) -> Mechanism:
     if name not in MECHANISMS:
         if isinstance(defined_in, str):
             module = defined_in.partition(":")[0]
-            code = "run the script that" if module == "__main__" else f"import {short(module)}, which"
+            code = (
+                "run the script that" if module == "__main__" else f"import {short(module)}, which"
+            )
             raise ValueError(
                 f"score {short(name)} is not registered; first {code} defined it ({short(defined_in)}) when this was "
                 "saved: code is never imported for you"
@@ -95,7 +99,9 @@ def lookup(module: str, names: Callable[[Mechanism], dict]) -> Callable[[str], o
     """The `__getattr__` of a module that also has, under their `names`, parts of mechanisms from other packages."""
 
     def __getattr__(name: str):
-        parts = {n: part for mechanism in MECHANISMS.values() for n, part in names(mechanism).items()}
+        parts = {
+            n: part for mechanism in MECHANISMS.values() for n, part in names(mechanism).items()
+        }
         if name not in parts:
             public = sorted({*sys.modules[module].__all__, *parts})
             raise AttributeError(f"{module} has no {name!r}; it has: {', '.join(public)}")

@@ -3,7 +3,8 @@
 The rules of `hf_hyperattn.SparseConfig`, and the decorator `rule` for rules of your own:
 
 >>> from hf_hyperattn.rules import Pages, Window
->>> config = hf_hyperattn.SparseConfig(rules=[Window(near=64), Pages(top=8)])  # one rule for each query head
+>>> rules = [Window(near=64), Pages(top=8)]  # one for each query head
+>>> config = hf_hyperattn.SparseConfig(rules=rules)
 """
 
 from typing import TYPE_CHECKING

@@ -15,7 +15,9 @@ Choice = None | str | int | Iterable[int] | Callable[[Any], bool]
 #: Entries of any list in a config.
 MOST = 10_000
 FRACTIONS = {"half": 2, "third": 3, "quarter": 4}
-NAMED = re.compile(r"(?:(first|last)-(half|third|quarter|[1-9]\d{0,5})|every-([1-9]\d{0,5})(?:st|nd|rd|th)|all)")
+NAMED = re.compile(
+    r"(?:(first|last)-(half|third|quarter|[1-9]\d{0,5})|every-([1-9]\d{0,5})(?:st|nd|rd|th)|all)"
+)
 ALLOWED = (
     "numbers from 0 (negative ones count from the end) as a list or range, 'all', 'first-half', 'last-third', "
     "'last-4', 'every-2nd', or a function"
@@ -74,7 +76,9 @@ def head_numbers(heads: Any, count: int, host: str) -> tuple[int, ...] | None:
     if missing or not selected:
         what = f"names head {short(missing[0])}" if missing else "names no head"
         shown = "a function" if callable(heads) else short(heads)
-        raise ValueError(f"heads={shown} {what}; {host} has {count}; allowed: 0 to {count - 1}, or {ALLOWED}")
+        raise ValueError(
+            f"heads={shown} {what}; {host} has {count}; allowed: 0 to {count - 1}, or {ALLOWED}"
+        )
     return tuple(sorted(set(selected)))
 
 
@@ -94,7 +98,9 @@ def select_layers(hosts: Sequence[tuple[str, Any]], layers: Any) -> list[bool]:
         if host.layer_index not in stacks.setdefault(stack, []):
             stacks[stack].append(host.layer_index)
     for layer in () if isinstance(layers, str) else layers:
-        if all(number not in there for there in stacks.values() for number in numbers(there, (layer,))):
+        if all(
+            number not in there for there in stacks.values() for number in numbers(there, (layer,))
+        ):
             present = [n for there in stacks.values() for n in there]
             raise ValueError(
                 f"layers names layer {short(layer)}, which the model does not have; allowed: {min(present)} to "

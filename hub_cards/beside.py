@@ -53,9 +53,13 @@ def load_made(path: Path):
         raise
     except OSError as error:
         raise UnreadableCard(f"it cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # PyYAML and huggingface_hub raise many kinds, and none may stop a save
+    except (
+        Exception
+    ) as error:  # PyYAML and huggingface_hub raise many kinds, and none may stop a save
         why = " ".join(str(error).split())[:200]
-        raise UnreadableCard(f"its header cannot be read ({type(error).__name__}: {why})") from error
+        raise UnreadableCard(
+            f"its header cannot be read ({type(error).__name__}: {why})"
+        ) from error
 
 
 def split_header(path: Path) -> tuple[str | None, str]:
@@ -96,8 +100,12 @@ def check_header(header: str) -> None:
     if len(header) > LONGEST_HEADER:
         raise UnreadableCard(f"its header has more than {LONGEST_HEADER:,} characters")
     level = 0
-    for event in yaml.parse(header):  # event by event, so that a deep header is refused before it is read
-        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+    for event in yaml.parse(
+        header
+    ):  # event by event, so that a deep header is refused before it is read
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if level > MOST_LEVELS:
             raise UnreadableCard(f"its header is nested more than {MOST_LEVELS} deep")
         if isinstance(event, yaml.AliasEvent):
@@ -110,7 +118,9 @@ def parse_card(text: str):
 
     card = ModelCard(text)
     tags: Any = getattr(card.data, "tags", None)
-    if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
+    if tags is not None and not (
+        isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)
+    ):
         raise UnreadableCard("its tags are not a list of strings")
     return card
 
@@ -125,7 +135,9 @@ def warn_of_kept(path: Path, shown: object = None) -> None:
     try:
         load_made(path)
     except UnreadableCard as reason:
-        logger.warning("hf_hyperattn: %s was left as it is, and no card is written: %s", shown or path, reason)
+        logger.warning(
+            "hf_hyperattn: %s was left as it is, and no card is written: %s", shown or path, reason
+        )
 
 
 def write_card(directory, *, config: Mapping | None = None, **facts) -> Path | None:
@@ -150,7 +162,10 @@ def write_card(directory, *, config: Mapping | None = None, **facts) -> Path | N
             warn_of_kept(path)
             return None
     if old is not None and not is_ours_untouched(old):
-        facts = {**header_facts(old), **{name: value for name, value in facts.items() if value is not None}}
+        facts = {
+            **header_facts(old),
+            **{name: value for name, value in facts.items() if value is not None},
+        }
     card = card_for_directory(directory, config=config, **facts)
     if old is not None:
         try:
@@ -159,7 +174,9 @@ def write_card(directory, *, config: Mapping | None = None, **facts) -> Path | N
         except Exception as error:  # entries that nothing reads again
             why = " ".join(str(error).split())[:200]
             logger.warning(
-                "hf_hyperattn: %s was left as it is, since its header has no place in a card: %s", path, why
+                "hf_hyperattn: %s was left as it is, since its header has no place in a card: %s",
+                path,
+                why,
             )
             return None
     write_results(directory, facts.get("results"))
@@ -187,7 +204,9 @@ def header_facts(placeholder) -> dict:
     """Base model and licence of a placeholder's header, where they are valid: a card's body repeats them."""
     base, licence = hub_id_or_none(placeholder.data.base_model), placeholder.data.license
     found = {"base_model": base} if base else {}
-    return found | ({"license": licence} if isinstance(licence, str) and SLUG.fullmatch(licence) else {})
+    return found | (
+        {"license": licence} if isinstance(licence, str) and SLUG.fullmatch(licence) else {}
+    )
 
 
 def carry_over(card, old) -> None:
@@ -211,13 +230,18 @@ def write_results(directory: Path, results) -> None:
     from huggingface_hub import eval_result_entries_to_yaml
 
     (directory / RESULTS).parent.mkdir(exist_ok=True)
-    replace_file(directory / RESULTS, yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode())
+    replace_file(
+        directory / RESULTS,
+        yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode(),
+    )
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that an interruption leaves either the old one or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.unlink(missing_ok=True)  # never written through: it may be a link that somebody else put there
+    draft.unlink(
+        missing_ok=True
+    )  # never written through: it may be a link that somebody else put there
     try:
         with open(draft, "xb") as file:
             file.write(content)

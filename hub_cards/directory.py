@@ -12,7 +12,9 @@ from .tasks import adapter_task, task_of
 from .weights import count_parameters
 
 CONFIG_NAME = "hyperattn_config.json"  # what HyperAttnConfig.save_pretrained writes
-ADAPTER_TYPE = "HF_HYPERATTN_"  # stands before the peft_type of adapters that plain PEFT must not load
+ADAPTER_TYPE = (
+    "HF_HYPERATTN_"  # stands before the peft_type of adapters that plain PEFT must not load
+)
 
 
 def hub_id_or_none(name: object) -> str | None:
@@ -59,7 +61,9 @@ def _read_json(path: Path) -> dict:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"hub_cards: {path} is not JSON: {why}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"hub_cards: {path} holds a {type(content).__name__}; allowed: a JSON object")
+        raise ValueError(
+            f"hub_cards: {path} holds a {type(content).__name__}; allowed: a JSON object"
+        )
     return content
 
 
@@ -81,7 +85,10 @@ def card_for_directory(directory, *, config: Mapping | None = None, **facts):
             a card.
     """
     directory = Path(directory)
-    model, adapter = _read_json(directory / "config.json"), _read_json(directory / "adapter_config.json")
+    model, adapter = (
+        _read_json(directory / "config.json"),
+        _read_json(directory / "adapter_config.json"),
+    )
     config = config or model.get("hyperattn") or _read_json(directory / CONFIG_NAME)
     if not config:
         raise ValueError(
@@ -89,7 +96,9 @@ def card_for_directory(directory, *, config: Mapping | None = None, **facts):
             "patched model there, or pass config="
         )
     added, total = count_parameters(directory)
-    found: dict[str, object] = {"parameters_added": added, "parameters_total": total} if total else {}
+    found: dict[str, object] = (
+        {"parameters_added": added, "parameters_total": total} if total else {}
+    )
     if adapter:
         if isinstance(adapter.get("peft_type"), str):
             adapter["peft_type"] = adapter["peft_type"].removeprefix(ADAPTER_TYPE)
@@ -99,9 +108,13 @@ def card_for_directory(directory, *, config: Mapping | None = None, **facts):
     if not model:
         return render_config_card(config, **facts)
     architectures = model.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+    if not isinstance(architectures, list) or not all(
+        isinstance(name, str) for name in architectures
+    ):
         path = directory / "config.json"
-        raise ValueError(f"hub_cards: {path} has architectures={str(architectures)[:80]}; allowed: a list of names")
+        raise ValueError(
+            f"hub_cards: {path} has architectures={str(architectures)[:80]}; allowed: a list of names"
+        )
     found["auto_class"], found["pipeline_tag"] = task_of(next(iter(architectures), None))
     found["tokenizer"] = (directory / "tokenizer_config.json").is_file()
     return render_model_card(config, **{**found, **facts})

@@ -35,7 +35,9 @@ def _said(error: BaseException) -> str:
 def _is_transport(error: BaseException) -> bool:
     """Whether the connection itself failed; huggingface_hub 1 uses httpx, 2 httpx2."""
     package = type(error).__module__.split(".")[0]
-    return package.startswith(("httpx", "httpcore", "requests")) or isinstance(error, ConnectionError | TimeoutError)
+    return package.startswith(("httpx", "httpcore", "requests")) or isinstance(
+        error, ConnectionError | TimeoutError
+    )
 
 
 def _cause(error: BaseException) -> str | None:

@@ -35,7 +35,11 @@ def flat(value: object, longest: int = LONGEST) -> str:
 def text(value: object) -> Safe:
     """``value`` as literal Markdown text on one line; web addresses are not turned into links."""
     escaped = SPECIAL.sub(r"\\\1", flat(value).replace("&", "&amp;"))
-    return Safe(re.sub(r"(?i)://|www\.", lambda m: m[0].replace(":", "&#58;").replace(".", "&#46;"), escaped))
+    return Safe(
+        re.sub(
+            r"(?i)://|www\.", lambda m: m[0].replace(":", "&#58;").replace(".", "&#46;"), escaped
+        )
+    )
 
 
 def code(value: object, longest: int = LONGEST) -> Safe:
@@ -43,7 +47,9 @@ def code(value: object, longest: int = LONGEST) -> Safe:
     line = flat(value, longest)
     if PLAIN_CODE.fullmatch(line):
         return Safe(f"`{line}`")
-    entities = "".join(char if char.isalnum() or char in " .,_-" else f"&#{ord(char)};" for char in line)
+    entities = "".join(
+        char if char.isalnum() or char in " .,_-" else f"&#{ord(char)};" for char in line
+    )
     return Safe(f"<code>{entities.replace('_', '&#95;')}</code>")
 
 
@@ -79,7 +85,13 @@ def environment():
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.filters |= {"text": text, "code": code, "literal": literal, "listing": listing, "checked": Safe}
+    made.filters |= {
+        "text": text,
+        "code": code,
+        "literal": literal,
+        "listing": listing,
+        "checked": Safe,
+    }
     address = runpy.run_path(str(ADDRESS))
     made.globals |= {
         "install": lambda *more: Safe(address["install"](*more)),

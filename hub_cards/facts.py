@@ -68,7 +68,11 @@ class Facts:
         self._check_numbers()
         spec = read_spec(self.config)
         named = tuple((name, shown, lookup(name, self.about)) for name, shown in spec.mechanisms)
-        for key, value in {"spec": spec, "mechanisms": named, "results": read_results(self.results)}.items():
+        for key, value in {
+            "spec": spec,
+            "mechanisms": named,
+            "results": read_results(self.results),
+        }.items():
             object.__setattr__(self, key, value)
 
     def _check_ids(self) -> None:
@@ -100,16 +104,22 @@ class Facts:
                 raise refuse(name, value, "a count from 0, or None")
         if self.gates is not None:
             pair = isinstance(self.gates, Sequence) and len(self.gates) == 2
-            if not pair or not all(type(gate) in (int, float) and math.isfinite(gate) for gate in self.gates):
+            if not pair or not all(
+                type(gate) in (int, float) and math.isfinite(gate) for gate in self.gates
+            ):
                 raise refuse("gates", self.gates, "the smallest and the largest gate, or None")
             object.__setattr__(self, "gates", tuple(self.gates))
 
     @property
     def papers(self) -> list[str]:
         """Every paper of the mechanisms used, once, in order."""
-        return list(dict.fromkeys(paper for _, _, about in self.mechanisms for paper in about.papers))
+        return list(
+            dict.fromkeys(paper for _, _, about in self.mechanisms for paper in about.papers)
+        )
 
     @property
     def limits(self) -> list[str]:
         """Every limit of the mechanisms used, once, in order."""
-        return list(dict.fromkeys(limit for _, _, about in self.mechanisms for limit in about.limits))
+        return list(
+            dict.fromkeys(limit for _, _, about in self.mechanisms for limit in about.limits)
+        )

@@ -21,7 +21,9 @@ def digest(card) -> str:
     """SHA-256 of a card's body without the signature, and of its header without the tags."""
     header = {key: value for key, value in card.data.to_dict().items() if key != "tags"}
     body = "\n".join(line.rstrip() for line in SIGNATURE.sub("", card.text).strip().splitlines())
-    return hashlib.sha256(json.dumps([header, body], sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([header, body], sort_keys=True, default=str).encode()
+    ).hexdigest()
 
 
 def sign(card):
@@ -39,7 +41,10 @@ def is_ours_untouched(card) -> bool:
 
 def is_stub(card) -> bool:
     """Whether the card is the one Transformers or PEFT makes for every model, as it was made."""
-    return len(card.text) <= LONGEST_STUB and PEFT_TAIL.sub("", card.text.strip()).split() in stub_texts()
+    return (
+        len(card.text) <= LONGEST_STUB
+        and PEFT_TAIL.sub("", card.text.strip()).split() in stub_texts()
+    )
 
 
 @cache

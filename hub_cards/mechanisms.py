@@ -23,7 +23,9 @@ class About:
 
 
 CONEHEADS = "Coneheads: Hierarchy Aware Attention, arXiv 2306.00392"
-SHADOW_CONES = "Shadow Cones: A Generalized Framework for Partial Order Embeddings, arXiv 2305.15215"
+SHADOW_CONES = (
+    "Shadow Cones: A Generalized Framework for Partial Order Embeddings, arXiv 2305.15215"
+)
 ALIBI = "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation, arXiv 2108.12409"
 HSA = "Hierarchical Self-Attention: Generalizing Neural Attention Mechanics to Multi-Scale Problems, arXiv 2509.15448"
 QUEST = "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774"
@@ -54,7 +56,10 @@ KNOWN = {
     "hype": About(
         "bias",
         "A hyperbolic sine (causal) or cosine (both directions) of the distance is added to the logits.",
-        ("HyPE: Attention with Hyperbolic Biases for Relative Positional Encoding, arXiv 2310.19676", ALIBI),
+        (
+            "HyPE: Attention with Hyperbolic Biases for Relative Positional Encoding, arXiv 2310.19676",
+            ALIBI,
+        ),
         ("The paper that proposed this bias reports no experiments.",),
     ),
     "hsa": About(
@@ -67,7 +72,9 @@ KNOWN = {
         "structure",
         "Each head computes the logits of the keys alone that a rule of its own selects: near tokens, pages, clusters.",
         (QUEST, SINKS, SPARQ),
-        ("What a rule does not select has no part in the output, which differs from that of full attention.",),
+        (
+            "What a rule does not select has no part in the output, which differs from that of full attention.",
+        ),
     ),
     "head_fusion": About(
         "fusion",
@@ -83,9 +90,13 @@ KNOWN = {
         "score",
         "All heads share their key and query dimensions in one space, with a mixing vector per head.",
         ("Multi-Head Attention: Collaborate Instead of Concatenate, arXiv 2006.16362",),
-        ("With a rank, projections of queries and keys were replaced: the model is not the base model.",),
+        (
+            "With a rank, projections of queries and keys were replaced: the model is not the base model.",
+        ),
     ),
-    "mkl": About("mixing", "The logits of each head are weighted as kernels in multiple kernel learning."),
+    "mkl": About(
+        "mixing", "The logits of each head are weighted as kernels in multiple kernel learning."
+    ),
     "hat": About(
         "structure",
         "Segments, each led by a token of its own, are encoded apart and joined by layers across segments.",
@@ -113,5 +124,7 @@ def lookup(name: str, about: Mapping | None) -> About:
     allowed = {field.name for field in fields(About)}
     if not isinstance(given, Mapping) or set(given) - allowed:
         raise refuse(f"about[{name!r}]", given, f"a mapping with {', '.join(sorted(allowed))}")
-    extra: dict[str, Any] = {key: value if isinstance(value, str) else tuple(value) for key, value in given.items()}
+    extra: dict[str, Any] = {
+        key: value if isinstance(value, str) else tuple(value) for key, value in given.items()
+    }
     return replace(known, **{key: value for key, value in extra.items() if not getattr(known, key)})

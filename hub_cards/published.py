@@ -39,11 +39,20 @@ def patched_facts(published: Any) -> dict | None:
     if hasattr(published, "mechanisms") and hasattr(published, "to_dict"):
         return {"config": published.to_dict(), "versions": installed()}
     config = getattr(published, "config", None)
-    spec = config.get("hyperattn") if isinstance(config, Mapping) else getattr(config, "hyperattn", None)
+    spec = (
+        config.get("hyperattn")
+        if isinstance(config, Mapping)
+        else getattr(config, "hyperattn", None)
+    )
     if not isinstance(spec, Mapping) or spec.get("hosts") is None:
         return None  # without hosts it only holds parameters of a mechanism used by name
     adapters = getattr(published, "peft_config", None) or {}
     names = [getattr(adapter, "base_model_name_or_path", None) for adapter in adapters.values()]
     names.append(getattr(config, "_name_or_path", None))
     base = next((name for name in names if hub_id_or_none(name)), None)
-    return {"config": spec, "base_model": base, "versions": installed(), "gates": gate_range(published)}
+    return {
+        "config": spec,
+        "base_model": base,
+        "versions": installed(),
+        "gates": gate_range(published),
+    }

@@ -20,10 +20,14 @@ def card_data(facts: Facts, library_name: str, tags: list[str]):
     """The YAML header as ``ModelCardData``: base, licence, tags, task, data, measured numbers."""
     from huggingface_hub import ModelCardData
 
-    relation: dict[str, Any] = {"base_model_relation": facts.base_model_relation} if facts.base_model else {}
+    relation: dict[str, Any] = (
+        {"base_model_relation": facts.base_model_relation} if facts.base_model else {}
+    )
     named = [flat(name) for name, _, _ in facts.mechanisms]
     return ModelCardData(
-        language=facts.language if facts.language is None or isinstance(facts.language, str) else list(facts.language),
+        language=facts.language
+        if facts.language is None or isinstance(facts.language, str)
+        else list(facts.language),
         license=facts.license,
         license_name=facts.license_name,
         license_link=facts.license_link,
@@ -88,7 +92,9 @@ def render_adapter_card(
     The other arguments, the return value and the errors are those of ``render_model_card``.
     """
     if not isinstance(adapter, Mapping) or not isinstance(adapter.get("peft_type"), str):
-        raise refuse("adapter", adapter, "the adapter_config.json of a PEFT adapter, with 'peft_type'")
+        raise refuse(
+            "adapter", adapter, "the adapter_config.json of a PEFT adapter, with 'peft_type'"
+        )
     for name in ("target_modules", "modules_to_save"):
         value = adapter.get(name) or []
         if not isinstance(value, str) and not (

@@ -17,7 +17,12 @@ HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.
 
 def is_hub_id(name: object) -> bool:
     """Whether ``name`` has the form of a repository id on the Hub (``name`` or ``owner/name``)."""
-    return isinstance(name, str) and HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+    return (
+        isinstance(name, str)
+        and HUB_ID.fullmatch(name) is not None
+        and ".." not in name
+        and "--" not in name
+    )
 
 
 def is_date(value: object) -> bool:
@@ -75,9 +80,13 @@ class Result:
             if number is not None and not math.isfinite(number):
                 raise refuse(f"result.{name}", number, "a finite number")
         if not isinstance(self.versions, Mapping) or not self.versions:
-            raise refuse("result.versions", self.versions, "package names with their versions, at least one")
+            raise refuse(
+                "result.versions", self.versions, "package names with their versions, at least one"
+            )
         if self.dataset_id is not None and not is_hub_id(self.dataset_id):
-            raise refuse("result.dataset_id", self.dataset_id, "a data set id on the Hub, 'owner/name'")
+            raise refuse(
+                "result.dataset_id", self.dataset_id, "a data set id on the Hub, 'owner/name'"
+            )
         if self.date is not None and not is_date(self.date):
             raise refuse("result.date", self.date, "an ISO date such as 2026-11-21")
 
@@ -96,7 +105,9 @@ def read_results(results: Sequence | None) -> tuple[Result, ...]:
             made.append(Result(**result))
         except TypeError:
             missing = [
-                name for name in ("metric", "value", "dataset", "command", "machine", "versions") if name not in result
+                name
+                for name in ("metric", "value", "dataset", "command", "machine", "versions")
+                if name not in result
             ]
             raise refuse("a result", result, f"one that also has {', '.join(missing)}") from None
     return tuple(made)

@@ -50,7 +50,9 @@ def group_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
     groups = defaultdict(list)
     for host in hosts:
         match = re.fullmatch(r"(.*?)(\d{1,6})(\D*)", host, re.S)
-        groups[(match[1], match[3]) if match else (host, None)].append(int(match[2]) if match else 0)
+        groups[(match[1], match[3]) if match else (host, None)].append(
+            int(match[2]) if match else 0
+        )
     lines = []
     for (before, after), numbers in groups.items():
         if after is None:
@@ -64,7 +66,9 @@ def group_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
 
 def settings(mechanism: Mapping, brief: bool = False) -> str:
     """The fields of a mechanism config that are set, as ``name=value, ...``; `brief`: numbers by head as a range."""
-    shown = {key: value for key, value in mechanism.items() if key != "mechanism" and value is not None}
+    shown = {
+        key: value for key, value in mechanism.items() if key != "mechanism" and value is not None
+    }
     text = span if brief else lambda name, value: f"{name}={json.dumps(value, default=str)}"
     return ", ".join(text(name, value) for name, value in shown.items())
 
@@ -82,24 +86,55 @@ def span(name: str, value: object) -> str:
 def read_mechanisms(spec: Mapping) -> tuple[tuple[str, str], ...]:
     """(name, settings) of every mechanism; ValueError where the list is missing or malformed."""
     entries = spec.get("mechanisms")
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not 0 < len(entries) <= MOST_MECHANISMS:
-        raise refuse("config['mechanisms']", entries, f"a list of 1 to {MOST_MECHANISMS} mechanism configs")
+    if (
+        not isinstance(entries, Sequence)
+        or isinstance(entries, str)
+        or not 0 < len(entries) <= MOST_MECHANISMS
+    ):
+        raise refuse(
+            "config['mechanisms']", entries, f"a list of 1 to {MOST_MECHANISMS} mechanism configs"
+        )
     for entry in entries:
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("mechanism"), str) or not entry["mechanism"]:
-            raise refuse("an entry of config['mechanisms']", entry, "an object with a string 'mechanism'")
+        if (
+            not isinstance(entry, Mapping)
+            or not isinstance(entry.get("mechanism"), str)
+            or not entry["mechanism"]
+        ):
+            raise refuse(
+                "an entry of config['mechanisms']", entry, "an object with a string 'mechanism'"
+            )
     count = Counter(str(entry.get("mechanism")) for _, entry in read_overrides(spec))
-    other = {name: f"; other settings at {n} of the modules (overrides)" for name, n in count.items()}
-    return tuple((name, settings(entry) + other.get(name, "")) for entry in entries for name in [entry["mechanism"]])
+    other = {
+        name: f"; other settings at {n} of the modules (overrides)" for name, n in count.items()
+    }
+    return tuple(
+        (name, settings(entry) + other.get(name, ""))
+        for entry in entries
+        for name in [entry["mechanism"]]
+    )
 
 
 def read_overrides(spec: Mapping) -> list[tuple[str, Mapping]]:
     """(module, mechanism config) of all that modules have of their own; ValueError where that is malformed."""
     overrides = spec.get("overrides") or {}
-    own: list[tuple[Any, Any]] = list(overrides.items()) if isinstance(overrides, Mapping) else [(None, None)]
-    if not all(isinstance(configs, Sequence) and not isinstance(configs, str) for _, configs in own):
-        raise refuse("config['overrides']", overrides, "an object with lists of mechanism configs, by module")
-    natural = lambda item: [(int(x), "") if x.isdecimal() else (-1, x) for x in re.split(r"(\d{1,9})", str(item[0]))]
-    return [(str(name), entry) for name, c in sorted(own, key=natural) for entry in c if isinstance(entry, Mapping)]
+    own: list[tuple[Any, Any]] = (
+        list(overrides.items()) if isinstance(overrides, Mapping) else [(None, None)]
+    )
+    if not all(
+        isinstance(configs, Sequence) and not isinstance(configs, str) for _, configs in own
+    ):
+        raise refuse(
+            "config['overrides']", overrides, "an object with lists of mechanism configs, by module"
+        )
+    natural = lambda item: [
+        (int(x), "") if x.isdecimal() else (-1, x) for x in re.split(r"(\d{1,9})", str(item[0]))
+    ]
+    return [
+        (str(name), entry)
+        for name, c in sorted(own, key=natural)
+        for entry in c
+        if isinstance(entry, Mapping)
+    ]
 
 
 def read_own(spec: Mapping) -> tuple[tuple[str, str, str], ...]:
@@ -107,16 +142,24 @@ def read_own(spec: Mapping) -> tuple[tuple[str, str, str], ...]:
     rows = defaultdict(list)
     for module, entry in read_overrides(spec):
         rows[str(entry.get("mechanism")), settings(entry, brief=True)].append(module)
-    found = [(", ".join(group_hosts(modules)), name, text) for (name, text), modules in rows.items()]
+    found = [
+        (", ".join(group_hosts(modules)), name, text) for (name, text), modules in rows.items()
+    ]
     rest = len(found) - MOST_OWN
     return tuple(found if rest <= 0 else [*found[:MOST_OWN], (f"and {rest} more", "", "")])
 
 
 def read_imports(spec: Mapping) -> tuple[tuple[str, str], ...]:
     """Modules that must be imported before loading, each with the mechanism that it defines; none that is no name."""
-    homes = {str(e.get("defined_in")).partition(":")[0]: str(e["mechanism"]) for e in spec["mechanisms"]}
+    homes = {
+        str(e.get("defined_in")).partition(":")[0]: str(e["mechanism"]) for e in spec["mechanisms"]
+    }
     is_module = re.compile(r"[A-Za-z_]\w{0,60}(\.[A-Za-z_]\w{0,60}){0,9}", re.ASCII).fullmatch
-    return tuple((home, name) for home, name in homes.items() if is_module(home) and home not in ("None", "__main__"))
+    return tuple(
+        (home, name)
+        for home, name in homes.items()
+        if is_module(home) and home not in ("None", "__main__")
+    )
 
 
 def read_heads(heads: object) -> str:
@@ -134,7 +177,11 @@ def read_hosts(spec: Mapping) -> tuple[tuple[str, ...], int | None]:
     if hosts is None:
         layers = spec.get("layers")
         return ("all layers" if layers is None else f"layers: {read_heads(layers)}",), None
-    if not isinstance(hosts, Sequence) or isinstance(hosts, str) or not all(isinstance(h, str) for h in hosts):
+    if (
+        not isinstance(hosts, Sequence)
+        or isinstance(hosts, str)
+        or not all(isinstance(h, str) for h in hosts)
+    ):
         raise refuse("config['hosts']", hosts, "a list of module names")
     return group_hosts(hosts), len(hosts)
 
@@ -151,4 +198,6 @@ def read_spec(config: Mapping) -> Spec:
         raise refuse("config['hyperattn']", spec, "an object with 'mechanisms'")
     hosts, count = read_hosts(spec)
     mode, heads = str(spec.get("mode", "blend")), read_heads(spec.get("heads"))
-    return Spec(mode, read_mechanisms(spec), hosts, count, heads, read_own(spec), read_imports(spec))
+    return Spec(
+        mode, read_mechanisms(spec), hosts, count, heads, read_own(spec), read_imports(spec)
+    )

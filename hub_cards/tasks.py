@@ -3,8 +3,16 @@
 # mapping in transformers.models.auto.modeling_auto, Auto class, pipeline tag of the Hub; first fit wins
 TASKS = (
     ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM", "text-generation"),
-    ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "AutoModelForImageTextToText", "image-text-to-text"),
-    ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+    (
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+        "AutoModelForImageTextToText",
+        "image-text-to-text",
+    ),
+    (
+        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+        "AutoModelForSpeechSeq2Seq",
+        "automatic-speech-recognition",
+    ),
     ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM", None),
     ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM", "fill-mask"),
     (
@@ -17,7 +25,11 @@ TASKS = (
         "AutoModelForTokenClassification",
         "token-classification",
     ),
-    ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "AutoModelForQuestionAnswering", "question-answering"),
+    (
+        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+        "AutoModelForQuestionAnswering",
+        "question-answering",
+    ),
     ("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES", "AutoModelForMultipleChoice", None),
     (
         "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",

@@ -58,13 +58,21 @@ def _with_card(self, original, facts_for, working_dir, repo_id, *args, **kwargs)
 
 def _with_cause(self, original, facts_for, repo_id, *args, **kwargs):
     """Add a line with the cause to the error of a failed push."""
-    with contextlib.nullcontext() if read_facts(self, facts_for) is None else explained(f"push to {repo_id}"):
+    with (
+        contextlib.nullcontext()
+        if read_facts(self, facts_for) is None
+        else explained(f"push to {repo_id}")
+    ):
         return original(self, repo_id, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def card_beside(
-    directory, published: object, pushed: bool = False, facts_for: Callable = patched_facts, replaces=None
+    directory,
+    published: object,
+    pushed: bool = False,
+    facts_for: Callable = patched_facts,
+    replaces=None,
 ):
     """Around ``save_pretrained(directory)``: afterwards the card lies beside the weights.
 
@@ -102,7 +110,10 @@ def read_facts(published: object, facts_for: Callable) -> dict | None:
     try:
         return facts_for(published)
     except Exception as error:  # the save goes on without a card
-        logger.warning("hf_hyperattn: no card is written: %s", " ".join(str(error).split()) or type(error).__name__)
+        logger.warning(
+            "hf_hyperattn: no card is written: %s",
+            " ".join(str(error).split()) or type(error).__name__,
+        )
         return None
 
 

@@ -38,14 +38,22 @@ def check_header(header: object) -> None:
         if name == "__metadata__":
             continue
         shape = tensor.get("shape") if isinstance(tensor, dict) else None
-        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-            raise ValueError(f"its header says nothing of the shape of {name[:80]!r}; allowed: a list of counts")
+        if not isinstance(shape, list) or not all(
+            type(size) is int and 0 <= size < 2**63 for size in shape
+        ):
+            raise ValueError(
+                f"its header says nothing of the shape of {name[:80]!r}; allowed: a list of counts"
+            )
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files that a load of the directory reads; other weights may lie beside them."""
     adapter = (directory / "adapter_config.json").is_file()
-    names = ("adapter_model.safetensors",) if adapter else ("model.safetensors", "model-*-of-*.safetensors")
+    names = (
+        ("adapter_model.safetensors",)
+        if adapter
+        else ("model.safetensors", "model-*-of-*.safetensors")
+    )
     found = (sorted(directory.glob(name)) for name in (*names, "*.safetensors"))
     return next(filter(None, found), [])
 

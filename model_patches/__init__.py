@@ -25,7 +25,15 @@ from transformers import PreTrainedModel
 
 from .eager import eager_attention
 from .refused import REFUSED, STAYING
-from .routing import AttentionRoute, calls_interface, check_unroute, is_routed, route, routed_class, unroute
+from .routing import (
+    AttentionRoute,
+    calls_interface,
+    check_unroute,
+    is_routed,
+    route,
+    routed_class,
+    unroute,
+)
 from .table import BUILT_AS_EAGER, FAMILIES, FILES
 
 __all__ = [
@@ -52,7 +60,9 @@ def family(model_type: str) -> ModuleType:
         KeyError: the type is not served; the message gives the reason where one is known.
     """
     if model_type not in FAMILIES:
-        reason = REFUSED.get(model_type, "it either calls the attention interface itself or is unknown")
+        reason = REFUSED.get(
+            model_type, "it either calls the attention interface itself or is unknown"
+        )
         raise KeyError(f"model type {model_type!r} is not served: {reason}")
     return importlib.import_module(f"{__name__}.{FAMILIES[model_type][1]}")
 
@@ -94,7 +104,11 @@ def serve(model: nn.Module) -> bool:
     for module, mixin, config in found:
         route(module, mixin, config)
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _stem(type(module)) in FILES and any(hosts(module)):
+        if (
+            isinstance(module, PreTrainedModel)
+            and _stem(type(module)) in FILES
+            and any(hosts(module))
+        ):
             module.__dict__[_SETTABLE] = _yes
     return any(is_routed(module) for module in model.modules())
 

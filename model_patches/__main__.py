@@ -46,7 +46,9 @@ def page() -> str:
         "\n## Parts that stay as they are\n\nClasses of routed and served families that compute attention without "
         "the interface, and are left alone.\n\n| it ... | classes |\n| --- | --- |\n"
     )
-    return text + "".join(f"| {reason} | {', '.join(names)} |\n" for reason, names in _by_reason(STAYING))
+    return text + "".join(
+        f"| {reason} | {', '.join(names)} |\n" for reason, names in _by_reason(STAYING)
+    )
 
 
 def _served():

@@ -27,9 +27,13 @@ class BartRoute(ProjectedRoute):
     projections = ("q_proj", "k_proj", "v_proj")
     heads = "num_heads"
 
-    def forward(self, hidden_states, key_value_states=None, cache=None, attention_mask=None, **kwargs):
+    def forward(
+        self, hidden_states, key_value_states=None, cache=None, attention_mask=None, **kwargs
+    ):
         states = self.project_cached(hidden_states, key_value_states, cache)
-        return self.finish(*states, attention_mask, is_causal=self.is_causal_in(key_value_states), **kwargs)
+        return self.finish(
+            *states, attention_mask, is_causal=self.is_causal_in(key_value_states), **kwargs
+        )
 
     def is_causal_in(self, context: torch.Tensor | None) -> bool:
         """Whether a call is causal: decoders, self-attention only."""
@@ -51,7 +55,9 @@ class MvpRoute(BartRoute):
         if attn_prompt is not None:
             mask = _with_prompt(mask, is_causal, query, key, attn_prompt[0].shape[1])
             prompts = (prompt.expand(query.shape[0], -1, -1, -1) for prompt in attn_prompt)
-            key, value = (torch.cat(pair, dim=2) for pair in zip(prompts, (key, value), strict=True))
+            key, value = (
+                torch.cat(pair, dim=2) for pair in zip(prompts, (key, value), strict=True)
+            )
         return super().finish(query, key, value, mask, is_causal=is_causal, **options)
 
 
@@ -73,7 +79,9 @@ class SpeechT5Route(BartRoute):
     def finish(self, query, key, value, mask, position_bias=None, **options):
         """Attend, the term as a bias of the logits, and project."""
         if position_bias is not None:
-            options["position_bias"] = torch.einsum("bhqd,qkd->bhqk", query * self.scaling, position_bias)
+            options["position_bias"] = torch.einsum(
+                "bhqd,qkd->bhqk", query * self.scaling, position_bias
+            )
         return super().finish(query, key, value, mask, **options)
 
 

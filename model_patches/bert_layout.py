@@ -25,7 +25,9 @@ from .layouts import ProjectedRoute, causal_decoder
 class BertRoute(ProjectedRoute):
     """Self- and cross-attention with a cache; returns output and weights."""
 
-    def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, cache=None, **kwargs):
+    def forward(
+        self, hidden_states, attention_mask=None, encoder_hidden_states=None, cache=None, **kwargs
+    ):
         states = self.project_cached(hidden_states, encoder_hidden_states, cache)
         causal = causal_decoder(self) and encoder_hidden_states is None
         return self.merge(*states, attention_mask, is_causal=causal, **kwargs)
@@ -52,7 +54,9 @@ class TapasRoute(BertRoute):
         output_attentions=False,
         **kwargs,
     ):
-        context, weights = super().forward(hidden_states, attention_mask, encoder_hidden_states, cache, **kwargs)
+        context, weights = super().forward(
+            hidden_states, attention_mask, encoder_hidden_states, cache, **kwargs
+        )
         outputs = (context, weights) if output_attentions else (context,)
         return (*outputs, cache) if self.is_decoder else outputs
 

@@ -30,7 +30,9 @@ class BigBirdRoute(BertRoute):
     ):
         if encoder_hidden_states is not None:
             kwargs |= {"encoder_attention_mask": encoder_attention_mask, STOCK_CACHE: cache}
-            return self.stock_class.forward(self, hidden_states, attention_mask, encoder_hidden_states, **kwargs)
+            return self.stock_class.forward(
+                self, hidden_states, attention_mask, encoder_hidden_states, **kwargs
+            )
         return super().forward(hidden_states, attention_mask, cache=cache, **kwargs)
 
 

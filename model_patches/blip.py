@@ -22,10 +22,14 @@ class BlipTextModelRoute(Route):
 
     def forward(self, input_ids=None, attention_mask=None, *, cache=None, **kwargs):
         if kwargs.get("is_decoder") and (attention_mask is None or attention_mask.dim() == 2):
-            names = (name for name in ("inputs_embeds", "encoder_embeds") if kwargs.get(name) is not None)
+            names = (
+                name for name in ("inputs_embeds", "encoder_embeds") if kwargs.get(name) is not None
+            )
             given = input_ids if input_ids is not None else kwargs[next(names)]
             shape = torch.empty(*given.shape[:2], 1, device=given.device, dtype=self.dtype)
-            attention_mask = create_causal_mask(self.config, shape, attention_mask, cache, allow_is_causal_skip=False)
+            attention_mask = create_causal_mask(
+                self.config, shape, attention_mask, cache, allow_is_causal_skip=False
+            )
         kwargs[STOCK_CACHE] = cache
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 

@@ -47,7 +47,9 @@ class BloomRoute(AttentionRoute):
         if not (self.pretraining_tp > 1 and self.slow_but_exact):
             return self.dense(context)
         width = self.hidden_size // self.pretraining_tp
-        parts = zip(context.split(width, dim=-1), self.dense.weight.split(width, dim=-1), strict=True)
+        parts = zip(
+            context.split(width, dim=-1), self.dense.weight.split(width, dim=-1), strict=True
+        )
         total: Any = sum(F.linear(states, weight) for states, weight in parts)
         return total
 

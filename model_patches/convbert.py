@@ -28,10 +28,14 @@ class ConvBertRoute(ProjectedRoute):
     def convolved(self, states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """The convolution half `[B, T, H * D]` of states `[B, T, C]` and queries `[B, T, H * D]`."""
         spans = self.key_conv_attn_layer(states.transpose(1, 2)).transpose(1, 2) * query
-        kernels = self.conv_kernel_layer(spans).unflatten(-1, (self.num_attention_heads, -1)).softmax(-1)
+        kernels = (
+            self.conv_kernel_layer(spans).unflatten(-1, (self.num_attention_heads, -1)).softmax(-1)
+        )
         reach = (self.conv_kernel_size - 1) // 2
         padded = F.pad(self.conv_out_layer(states), (0, 0, reach, reach))
-        neighbours = padded.unfold(1, self.conv_kernel_size, 1).unflatten(2, (self.num_attention_heads, -1))
+        neighbours = padded.unfold(1, self.conv_kernel_size, 1).unflatten(
+            2, (self.num_attention_heads, -1)
+        )
         return torch.einsum("bthdk,bthk->bthd", neighbours, kernels).flatten(2)
 
 

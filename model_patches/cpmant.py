@@ -35,7 +35,9 @@ class CpmAntRoute(ProjectedRoute):
             key, value = cache.update(key, value, self.layer_idx)
         visible = attention_mask.reshape(query.shape[0], 1, query.shape[2], key.shape[2]).bool()
         dropout = 0.0 if self.dropout is None else self.dropout.p
-        context, weights = self.merge(query, key, value, visible, position_bias=position_bias, dropout=dropout)
+        context, weights = self.merge(
+            query, key, value, visible, position_bias=position_bias, dropout=dropout
+        )
         context = context.masked_fill(~visible.any(-1).transpose(1, 2), 0.0)
         if weights is not None:
             weights = weights.masked_fill(~visible, 0.0)

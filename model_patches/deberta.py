@@ -38,14 +38,21 @@ class DebertaRoute(AttentionRoute):
         rel_embeddings=None,
     ):
         if query_states is not None:
-            raise ValueError("deberta: separate query_states are not served (the original fails on them too)")
+            raise ValueError(
+                "deberta: separate query_states are not served (the original fails on them too)"
+            )
         query, key, value = self.transpose_for_scores(self.in_proj(hidden_states)).chunk(3, dim=-1)
         query = query + self.transpose_for_scores(self.q_bias[None, None, :])
         value = value + self.transpose_for_scores(self.v_bias[None, None, :])
         terms = 1 + len(self.pos_att_type)
         scaling = 1.0 / math.sqrt(query.shape[-1] * terms)
         bias = None
-        if self.relative_attention and self.pos_att_type and rel_embeddings is not None and relative_pos is not None:
+        if (
+            self.relative_attention
+            and self.pos_att_type
+            and rel_embeddings is not None
+            and relative_pos is not None
+        ):
             table = self.pos_dropout(rel_embeddings)
             bias = self.disentangled_att_bias(query * scaling, key, relative_pos, table, terms)
         context, weights = self.attend(

@@ -36,7 +36,9 @@ class DebertaV2Route(AttentionRoute):
         rel_embeddings=None,
     ):
         mask = None if attention_mask is None else attention_mask.bool()
-        context, weights = self.disentangled(hidden_states, mask, query_states, relative_pos, rel_embeddings)
+        context, weights = self.disentangled(
+            hidden_states, mask, query_states, relative_pos, rel_embeddings
+        )
         return context, weights if output_attentions else None
 
     def disentangled(self, hidden_states, mask, query_states, relative_pos, rel_embeddings):

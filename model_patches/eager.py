@@ -36,9 +36,13 @@ def eager_attention(
     Raises:
         ValueError: `softcap`, `s_aux` or `sliding_window` was given; no served family has them.
     """
-    refused = [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]
+    refused = [
+        name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None
+    ]
     if refused:
-        raise ValueError(f"eager attention of {type(module).__name__} got {refused}, which no served family has")
+        raise ValueError(
+            f"eager attention of {type(module).__name__} got {refused}, which no served family has"
+        )
     scores = _scores(module, query, key, scaling)
     if position_bias is not None:
         scores = scores + position_bias
@@ -56,13 +60,17 @@ def eager_scores(module, query, key, mask: torch.Tensor | None) -> torch.Tensor:
     return _masked(_scores(module, query, key, None), mask, causal=False)
 
 
-def _scores(module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _scores(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key = key.repeat_interleave(groups, dim=1)
     if getattr(module, "upcast_scores", False):
         query, key = query.float(), key.float()
-    return torch.matmul(query, key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return torch.matmul(query, key.transpose(-1, -2)) * (
+        query.shape[-1] ** -0.5 if scaling is None else scaling
+    )
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:

@@ -69,7 +69,9 @@ class FalconRoute(AttentionRoute):
         )
         return self.dense(context.reshape(*hidden_states.shape[:-1], self.hidden_size)), weights
 
-    def _split_unrepeated(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split_unrepeated(
+        self, fused: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         groups = self.num_key_value_groups
         fused = fused.view(*fused.shape[:2], self.num_heads // groups, groups + 2, self.head_dim)
         query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]

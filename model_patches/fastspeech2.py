@@ -25,7 +25,9 @@ class FastSpeech2Route(ProjectedRoute):
         shifted = (query + self.pos_bias_v[:, None]) @ positions.transpose(2, 3)
         bias = self.shift_relative_position_tensor(shifted) * self.dim_key**-0.5
         mask = None if attention_mask is None else attention_mask[:, None].ne(0)
-        context, weights = self.merge(query + self.pos_bias_u[:, None], key, value, mask, position_bias=bias)
+        context, weights = self.merge(
+            query + self.pos_bias_u[:, None], key, value, mask, position_bias=bias
+        )
         return self.linear_out(context), weights if output_attentions else None
 
 

@@ -21,7 +21,9 @@ from .routing import AttentionRoute, intersect
 class TriangleRoute(AttentionRoute):
     """Causality from the module's buffer `bias` `[1, 1, max, max]`."""
 
-    def within_triangle(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor | None:
+    def within_triangle(
+        self, mask: torch.Tensor | None, queries: int, keys: int
+    ) -> torch.Tensor | None:
         """The mask to hand on: None where `is_causal` says the same."""
         if queries == 1 or (mask is None and queries == keys):
             return mask
@@ -40,7 +42,9 @@ class GPTNeoXJapaneseRoute(TriangleRoute):
 
     def _attn(self, query, key, value, attention_mask=None):
         scaling, dropout = 1.0 / self.norm_factor, self.attention_dropout.p
-        return self.attend_first(query, key, value, attention_mask, scaling=scaling, dropout=dropout)
+        return self.attend_first(
+            query, key, value, attention_mask, scaling=scaling, dropout=dropout
+        )
 
 
 class OpenAIGPTRoute(TriangleRoute):
@@ -68,7 +72,9 @@ class ImageGPTRoute(TriangleRoute):
 
     def _attn(self, query, key, value, attention_mask=None):
         root = value.shape[-1] ** 0.5
-        root = root if self.upcast_scores else torch_float(root)  # rounded down in Transformers 5.17
+        root = (
+            root if self.upcast_scores else torch_float(root)
+        )  # rounded down in Transformers 5.17
         scaling = 1 / root if self.scale_attn_weights else 1.0
         if self.scale_attn_by_inverse_layer_idx:
             scaling = scaling / (self.layer_idx + 1)
@@ -95,7 +101,12 @@ class BarkRoute(TriangleRoute):
         if self.is_causal:
             attention_mask = self.within_triangle(attention_mask, query.shape[2], key.shape[2])
         return self.attend_first(
-            query, key, value, attention_mask, scaling=self.head_dim**-0.5, dropout=self.attn_dropout.p
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.head_dim**-0.5,
+            dropout=self.attn_dropout.p,
         )
 
 

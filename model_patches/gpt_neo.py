@@ -29,11 +29,15 @@ class GPTNeoRoute(AttentionRoute):
     def _attn(self, query, key, value, attention_mask=None):
         if self.attention_type == "local" and key.shape[-2] > self.config.window_size:
             attention_mask = self._in_window(attention_mask, query.shape[-2], key.shape[-2])
-        context, weights = self.attend(query, key, value, attention_mask, scaling=1.0, dropout=self.attn_dropout.p)
+        context, weights = self.attend(
+            query, key, value, attention_mask, scaling=1.0, dropout=self.attn_dropout.p
+        )
         return context.transpose(1, 2), weights
 
     def _in_window(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor:
-        first = 0 if mask is None and queries > 1 else keys - queries  # no mask: causal from the top left
+        first = (
+            0 if mask is None and queries > 1 else keys - queries
+        )  # no mask: causal from the top left
         return intersect(mask, self.bias[:, :, first : first + queries, :keys])
 
 

@@ -21,7 +21,12 @@ class GPTJRoute(AttentionRoute):
 
     def _attn(self, query, key, value, attention_mask=None):
         context, weights = self.attend(
-            query, key, value, attention_mask, scaling=1.0 / self.scale_attn, dropout=self.attn_dropout.p
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=1.0 / self.scale_attn,
+            dropout=self.attn_dropout.p,
         )
         return context.transpose(1, 2), weights
 

@@ -17,7 +17,14 @@ from .layouts import ProjectedRoute
 class LayoutLMv3Route(ProjectedRoute):
     """`LayoutLMv3SelfAttention` through the attention interface."""
 
-    def forward(self, hidden_states, attention_mask=None, rel_pos: Any = None, rel_2d_pos: Any = None, **kwargs):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        rel_pos: Any = None,
+        rel_2d_pos: Any = None,
+        **kwargs,
+    ):
         bias = None
         if self.has_relative_attention_bias:
             bias = rel_pos + rel_2d_pos if self.has_spatial_attention_bias else rel_pos

@@ -22,7 +22,9 @@ def causal_decoder(module: torch.nn.Module) -> bool:
     It does not in megatron-bert, rembert and roformer of Transformers 5.17, nor in tapas of any: without a mask, their
     decoders attend to everything, and a causal route would be another model.
     """
-    stock = sys.modules.get(type(module).__module__)  # a routed class has the module path of the stock class
+    stock = sys.modules.get(
+        type(module).__module__
+    )  # a routed class has the module path of the stock class
     return bool(getattr(module, "is_decoder", False)) and hasattr(stock, "create_causal_mask")
 
 

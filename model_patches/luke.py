@@ -19,7 +19,9 @@ from .layouts import ProjectedRoute
 class LukeRoute(ProjectedRoute):
     """`LukeSelfAttention` through the attention interface."""
 
-    def forward(self, word_hidden_states, entity_hidden_states, attention_mask=None, output_attentions=False):
+    def forward(
+        self, word_hidden_states, entity_hidden_states, attention_mask=None, output_attentions=False
+    ):
         words, entities = word_hidden_states, entity_hidden_states
         both = words if entities is None else torch.cat([words, entities], dim=1)
         query, key, value = self.project(both)
@@ -34,11 +36,21 @@ class LukeRoute(ProjectedRoute):
     def _by_kind(self, query, key, words, entities):
         length, scale = words.shape[1], query.shape[-1] ** -0.5
         word_query, entity_query = query[:, :, :length], self.split(self.e2e_query(entities))
-        to_entities = (self.split(self.w2e_query(words)) - word_query) @ key[:, :, length:].transpose(2, 3)
-        to_words = (self.split(self.e2w_query(entities)) - entity_query) @ key[:, :, :length].transpose(2, 3)
-        above = torch.cat([to_entities.new_zeros(*to_entities.shape[:3], length), to_entities], dim=3)
-        below = torch.cat([to_words, to_words.new_zeros(*to_words.shape[:3], entities.shape[1])], dim=3)
-        return torch.cat([word_query, entity_query], dim=2), torch.cat([above, below], dim=2) * scale
+        to_entities = (self.split(self.w2e_query(words)) - word_query) @ key[
+            :, :, length:
+        ].transpose(2, 3)
+        to_words = (self.split(self.e2w_query(entities)) - entity_query) @ key[
+            :, :, :length
+        ].transpose(2, 3)
+        above = torch.cat(
+            [to_entities.new_zeros(*to_entities.shape[:3], length), to_entities], dim=3
+        )
+        below = torch.cat(
+            [to_words, to_words.new_zeros(*to_words.shape[:3], entities.shape[1])], dim=3
+        )
+        return torch.cat([word_query, entity_query], dim=2), torch.cat(
+            [above, below], dim=2
+        ) * scale
 
 
 ROUTES = {"LukeSelfAttention": LukeRoute}

@@ -15,9 +15,18 @@ from .routing import AttentionRoute
 class MPNetRoute(AttentionRoute):
     """`MPNetSelfAttention` through the attention interface."""
 
-    def forward(self, hidden_states, attention_mask=None, position_bias=None, output_attentions=False, **kwargs):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_bias=None,
+        output_attentions=False,
+        **kwargs,
+    ):
         heads = (*hidden_states.shape[:-1], self.num_attention_heads, self.attention_head_size)
-        query, key, value = (proj(hidden_states).view(heads).transpose(1, 2) for proj in (self.q, self.k, self.v))
+        query, key, value = (
+            proj(hidden_states).view(heads).transpose(1, 2) for proj in (self.q, self.k, self.v)
+        )
         context, weights = self.attend(
             query,
             key,

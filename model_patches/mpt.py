@@ -22,8 +22,12 @@ from .routing import ASKED, STOCK_CACHE, AttentionRoute, Route
 class MptModelRoute(Route):
     """`MptModel` with a mask that means the same under every implementation."""
 
-    def forward(self, input_ids=None, cache=None, attention_mask=None, inputs_embeds=None, **kwargs):
-        if attention_mask is None or attention_mask.dim() != 4:  # a user's 4-D mask stays the user's
+    def forward(
+        self, input_ids=None, cache=None, attention_mask=None, inputs_embeds=None, **kwargs
+    ):
+        if (
+            attention_mask is None or attention_mask.dim() != 4
+        ):  # a user's 4-D mask stays the user's
             embeds = inputs_embeds if inputs_embeds is not None else self.wte(input_ids)
             attention_mask = _hidden(create_causal_mask(self.config, embeds, attention_mask, cache))
             attention_mask = attention_mask.to(embeds.device)

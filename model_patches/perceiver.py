@@ -17,7 +17,14 @@ class PerceiverRoute(ProjectedRoute):
 
     heads = "num_heads"
 
-    def forward(self, hidden_states, attention_mask=None, inputs=None, inputs_mask=None, output_attentions=False):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        inputs=None,
+        inputs_mask=None,
+        output_attentions=False,
+    ):
         states = self.layernorm1(hidden_states)
         context = None if inputs is None else self.layernorm2(inputs)
         mask = attention_mask if inputs is None else inputs_mask

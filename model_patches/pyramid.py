@@ -66,12 +66,16 @@ class CvtRoute(ProjectedRoute):
     heads = "num_heads"
 
     def forward(self, hidden_state, height, width):
-        leading, pixels = hidden_state.split([hidden_state.shape[1] - height * width, height * width], dim=1)
+        leading, pixels = hidden_state.split(
+            [hidden_state.shape[1] - height * width, height * width], dim=1
+        )
         image = pixels.transpose(1, 2).unflatten(-1, (height, width))
         states = []
         for name, projection in zip(("query", "key", "value"), self.projections, strict=True):
             convolved = getattr(self, f"convolution_projection_{name}")(image)
-            states.append(self.split(getattr(self, projection)(torch.cat((leading, convolved), dim=1))))
+            states.append(
+                self.split(getattr(self, projection)(torch.cat((leading, convolved), dim=1)))
+            )
         query, key, value = states
         return self.merge(query, key, value, None, scaling=self.scale)[0]
 

@@ -9,16 +9,22 @@ NO_PAIRS = "it mixes tokens without scoring pairs of them"
 LINEAR = "its attention is linear: there is no softmax over pairs to replace"
 OWN_PATTERN = "its attention scores a pattern of its own (local, hashed or low-rank), not all pairs"
 FREQUENCIES = "its attention correlates whole series in the frequency domain"
-DEFORMABLE = "its detection layers use deformable attention or nn.MultiheadAttention, which are not routed"
+DEFORMABLE = (
+    "its detection layers use deformable attention or nn.MultiheadAttention, which are not routed"
+)
 CONFORMER = "its speech encoder has a block-wise attention of its own, which is not routed; patch its text model alone"
 TWO_STREAM = "its attention runs several streams over the same keys, and is not routed yet"
-RELATIVE_VALUES = "its attention adds relative positions to the values too, which no attention call can express"
+RELATIVE_VALUES = (
+    "its attention adds relative positions to the values too, which no attention call can express"
+)
 COUPLED = "its text and layout streams share one score matrix between two attentions, and it is not routed yet"
 POOLED = "its attention pools queries or keys within the layer, and is not routed yet"
 INTEGER = "its attention is computed in integers"
 DETECTRON = "it needs detectron2, which was not at hand to test a route with"
 WRAPPER = "its modules come from another package"
-AUDIO_CHUNKS = "its attention scores chunks of audio against their surroundings, and is not routed yet"
+AUDIO_CHUNKS = (
+    "its attention scores chunks of audio against their surroundings, and is not routed yet"
+)
 OWN_CLASS = "it has an attention class of its own, which is not routed yet"
 
 _BY_REASON = {

@@ -25,10 +25,16 @@ from .eager import eager_attention
 
 # Transformers 5.24 renamed the argument `past_key_values` to `cache`. Routes have the new name. `STOCK_CACHE` is the
 # name that methods of the installed version have.
-STOCK_CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+STOCK_CACHE = (
+    "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+)
 
 RECORD = "_model_patches_record"  # instance attribute: the names `route` added, the implementation it met
-UNREAD = ("output_attentions", "use_cache", "kwargs")  # `__call__` notes the first; the cache itself says the second
+UNREAD = (
+    "output_attentions",
+    "use_cache",
+    "kwargs",
+)  # `__call__` notes the first; the cache itself says the second
 
 
 class Asked(threading.local):
@@ -36,7 +42,9 @@ class Asked(threading.local):
 
     def __init__(self):
         self.weights = False  # whether the innermost attention module is to return its weights
-        self.weights_of_block = False  # the same of the block around it, where that does not say so to its attention
+        self.weights_of_block = (
+            False  # the same of the block around it, where that does not say so to its attention
+        )
 
 
 ASKED = Asked()
@@ -46,7 +54,11 @@ def intersect(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
     """`mask` (None, bool or additive) with everything hidden that `allowed` (bool, True = take part) hides."""
     if mask is None:
         return allowed
-    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+    return (
+        mask & allowed
+        if mask.dtype == torch.bool
+        else mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+    )
 
 
 if TYPE_CHECKING:
@@ -86,14 +98,24 @@ class AttentionRoute(Route):
     """Mixin of an attention module: the stock keeps its projections and its cache, the mixin calls `attend`."""
 
     is_causal = False  # for stock classes that set no attribute of their own
-    upcast_scores = False  # True where the original takes the product of queries and keys in float32
-    passes_on: tuple[str, ...] = ()  # arguments of the stock's `forward` that the mixin's has among its keywords
-    place_of_output_attentions: int | None = None  # where a call may ask without the argument's name
+    upcast_scores = (
+        False  # True where the original takes the product of queries and keys in float32
+    )
+    passes_on: tuple[
+        str, ...
+    ] = ()  # arguments of the stock's `forward` that the mixin's has among its keywords
+    place_of_output_attentions: int | None = (
+        None  # where a call may ask without the argument's name
+    )
 
     def __call__(self, *args, **kwargs):
         """As in the original; notes the argument `output_attentions`, which `attend` passes on."""
         place = self.place_of_output_attentions
-        given = args[place] if place is not None and place < len(args) else kwargs.get("output_attentions")
+        given = (
+            args[place]
+            if place is not None and place < len(args)
+            else kwargs.get("output_attentions")
+        )
         around = ASKED.weights
         ASKED.weights = bool(given)
         try:
@@ -153,7 +175,9 @@ def _empty_routed(stock: Any, route: Any) -> nn.Module:
 def routed_class(stock: Any, route: Any) -> Any:
     """The subclass of `stock` that computes as `route` says, under the stock's module path and name."""
     base = stock
-    while base.__name__.endswith("FlashAttention2"):  # stock's own flash variants replace the whole forward
+    while base.__name__.endswith(
+        "FlashAttention2"
+    ):  # stock's own flash variants replace the whole forward
         base = base.__mro__[1]
     body: dict[str, Any] = {
         "__module__": stock.__module__,
@@ -215,7 +239,9 @@ def route(module: Any, mixin: Any, config) -> None:
 
 def unroute(module: Any) -> None:
     """Give one routed module its stock class back and remove what `route` set."""
-    added, _ = module.__dict__.pop(RECORD, ((), None))  # none where the routed class itself was instantiated
+    added, _ = module.__dict__.pop(
+        RECORD, ((), None)
+    )  # none where the routed class itself was instantiated
     for name in added:
         delattr(module, name)
     _become(module, type(module).stock_class)

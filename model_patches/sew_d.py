@@ -30,7 +30,9 @@ class SEWDRoute(DebertaV2Route):
         **kwargs,
     ):
         mask = attention_mask.bool()
-        context, weights = self.disentangled(hidden_states, mask, query_states, relative_pos, rel_embeddings)
+        context, weights = self.disentangled(
+            hidden_states, mask, query_states, relative_pos, rel_embeddings
+        )
         context = context.masked_fill(~mask.any(-1)[:, 0, :, None], 0.0)
         return context, None if weights is None else weights.masked_fill(~mask, 0.0)
 

@@ -63,12 +63,16 @@ class PlaneRoute(FusedRoute):
         bias = None
         if getattr(self, self.relative):
             bias = self.decomposed(query.flatten(0, 1), size).unflatten(0, query.shape[:2])
-        context, weights = self.merge(query, key, value, None, scaling=self.scale, position_bias=bias)
+        context, weights = self.merge(
+            query, key, value, None, scaling=self.scale, position_bias=bias
+        )
         return self.proj(context.unflatten(1, size)), weights
 
     def decomposed(self, query: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """The position term `[B * H, T, T]` of queries `[B * H, T, D]`: the stock adds it to scores, here to zero."""
-        return self.add_decomposed_rel_pos(_zero(query), query, self.rel_pos_h, self.rel_pos_w, size, size)
+        return self.add_decomposed_rel_pos(
+            _zero(query), query, self.rel_pos_h, self.rel_pos_w, size, size
+        )
 
 
 def _zero(query: torch.Tensor) -> torch.Tensor:
@@ -93,7 +97,9 @@ class VitDetRoute(PlaneRoute):
     heads = "num_heads"
 
     def decomposed(self, query, size):
-        return add_decomposed_relative_positions(_zero(query), query, self.rel_pos_h, self.rel_pos_w, size, size)
+        return add_decomposed_relative_positions(
+            _zero(query), query, self.rel_pos_h, self.rel_pos_w, size, size
+        )
 
 
 class SamVisionRoute(PlaneRoute):
@@ -106,7 +112,9 @@ class SamVisionRoute(PlaneRoute):
         return output, None if weights is None else weights.flatten(0, 1)
 
     def decomposed(self, query, size):
-        return self.get_decomposed_rel_pos(query, self.rel_pos_h, self.rel_pos_w, size, size).reshape_as(_zero(query))
+        return self.get_decomposed_rel_pos(
+            query, self.rel_pos_h, self.rel_pos_w, size, size
+        ).reshape_as(_zero(query))
 
 
 ROUTES = {

@@ -29,7 +29,9 @@ class SwinRoute(ProjectedRoute):
         if mask is not None:
             mask = mask.repeat(hidden_states.shape[0] // mask.shape[0], 1, 1)[:, None]
         query, key, value = self.project(hidden_states)
-        context, weights = self.merge(*self.compared(query, key), value, mask, **self.options(query))
+        context, weights = self.merge(
+            *self.compared(query, key), value, mask, **self.options(query)
+        )
         return (context, weights) if output_attentions else (context,)
 
     def compared(self, query, key):
@@ -42,7 +44,11 @@ class SwinRoute(ProjectedRoute):
 
     def _table(self, values: torch.Tensor) -> torch.Tensor:
         size = self.window_size[0] * self.window_size[1]
-        return values[self.relative_position_index.view(-1)].view(1, size, size, -1).permute(0, 3, 1, 2)
+        return (
+            values[self.relative_position_index.view(-1)]
+            .view(1, size, size, -1)
+            .permute(0, 3, 1, 2)
+        )
 
 
 class Swinv2Route(SwinRoute):
@@ -57,7 +63,9 @@ class Swinv2Route(SwinRoute):
         return F.normalize(query, dim=-1) * temperature, F.normalize(key, dim=-1)
 
     def options(self, query):
-        values = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, self.num_attention_heads)
+        values = self.continuous_position_bias_mlp(self.relative_coords_table).view(
+            -1, self.num_attention_heads
+        )
         return {"position_bias": 16 * torch.sigmoid(self._table(values)), "scaling": 1.0}
 
 
@@ -75,7 +83,9 @@ class Data2VecVisionRoute(ProjectedRoute):
         bias = relative_position_bias
         if self.has_relative_position_bias:
             window = tuple(side // self.config.patch_size for side in resolution)
-            own = self.relative_position_bias(window, interpolate_pos_encoding, dim_size=hidden_states.shape[1])
+            own = self.relative_position_bias(
+                window, interpolate_pos_encoding, dim_size=hidden_states.shape[1]
+            )
             bias = own if bias is None else own + bias
         context, weights = self.merge(*self.project(hidden_states), None, position_bias=_four(bias))
         return (context, weights) if output_attentions else (context,)

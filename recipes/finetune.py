@@ -17,10 +17,14 @@ import sys
 
 def main(argv: list[str] | None = None) -> int:
     """Run a recipe, or list the settings. Returns 0, or 2 after an error, which is said in one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", metavar="FILE", help="the recipe, a YAML file")
-    what.add_argument("--settings", action="store_true", help="list all that a recipe may hold, and stop")
+    what.add_argument(
+        "--settings", action="store_true", help="list all that a recipe may hold, and stop"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -28,8 +32,12 @@ def main(argv: list[str] | None = None) -> int:
         metavar="GROUP.KEY=VALUE",
         help="a setting that wins over the file's",
     )
-    parser.add_argument("--fresh", action="store_true", help="delete an earlier run in the output folder first")
-    parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    parser.add_argument(
+        "--fresh", action="store_true", help="delete an earlier run in the output folder first"
+    )
+    parser.add_argument(
+        "--traceback", action="store_true", help="show the whole traceback of an error"
+    )
     args = parser.parse_args(argv)
     # Imports take seconds: an error of usage is said before.
     from finetuning.run import run

@@ -12,7 +12,13 @@ from hf_hyperattn.integration import by_name
 from hf_hyperattn.integration.stock import OURS
 from hf_hyperattn.registry import MECHANISMS
 
-TABLES = (MECHANISMS, TERMS, ENGINES, AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+TABLES = (
+    MECHANISMS,
+    TERMS,
+    ENGINES,
+    AttentionInterface._global_mapping,
+    AttentionMaskInterface._global_mapping,
+)
 
 
 @contextmanager

@@ -46,13 +46,17 @@ def interpreter(environment: Path) -> Path:
 
 def command(environment: Path, *arguments: str) -> subprocess.CompletedProcess:
     """`hyperattn autoload` there."""
-    code = f"import sys; from hf_hyperattn.cli import main; sys.exit(main(['autoload', *{arguments}]))"
+    code = (
+        f"import sys; from hf_hyperattn.cli import main; sys.exit(main(['autoload', *{arguments}]))"
+    )
     return python(environment, code, ROOT, autoload=None)
 
 
 def python(environment: Path, code: str, *path: Path, autoload: str | None, options=()):
     variables = {k: v for k, v in os.environ.items() if k != "HF_HYPERATTN_AUTOLOAD"}
-    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # an earlier version that is installed here has an entry point
+    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = (
+        "0"  # an earlier version that is installed here has an entry point
+    )
     variables["PYTHONPATH"] = os.pathsep.join(map(str, path))
     if autoload is not None:
         variables["HF_HYPERATTN_AUTOLOAD"] = autoload
@@ -63,7 +67,13 @@ def python(environment: Path, code: str, *path: Path, autoload: str | None, opti
 def test_on_off_and_status(tmp_path, monkeypatch, capsys):
     file = tmp_path / "hf_hyperattn_autoload.pth"
     monkeypatch.setattr(sysconfig, "get_path", lambda name: {"purelib": str(tmp_path)}[name])
-    for action, state in (("on", "on"), ("status", "on"), ("on", "on"), ("off", "off"), ("off", "off")):
+    for action, state in (
+        ("on", "on"),
+        ("status", "on"),
+        ("on", "on"),
+        ("off", "off"),
+        ("off", "off"),
+    ):
         assert main(["autoload", action]) == 0
         out, err = capsys.readouterr()
         assert f"autoload is {state}: {file}\nHF_HYPERATTN_AUTOLOAD is not set" in out and not err
@@ -128,7 +138,9 @@ def test_a_broken_package_breaks_neither_torch_nor_transformers(environment, tmp
     done = python(environment, code, broken, autoload="1")
     assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("HF_HYPERATTN_AUTOLOAD=1")]
-    assert said == ["HF_HYPERATTN_AUTOLOAD=1, but hf_hyperattn is not available: RuntimeError: torn"]
+    assert said == [
+        "HF_HYPERATTN_AUTOLOAD=1, but hf_hyperattn is not available: RuntimeError: torn"
+    ]
 
 
 def test_transformers_may_be_missing(environment, tmp_path):
@@ -144,11 +156,15 @@ def test_transformers_may_be_missing(environment, tmp_path):
 def test_a_package_that_is_gone_breaks_nothing(environment, tmp_path, value, options):
     """As after the checkout of an editable install was moved."""
     (tmp_path / "hf_hyperattn_autoload.py").write_text("raise ModuleNotFoundError('it was moved')")
-    done = python(environment, "import torch; print('fine')", tmp_path, autoload=value, options=options)
+    done = python(
+        environment, "import torch; print('fine')", tmp_path, autoload=value, options=options
+    )
     assert (done.returncode, done.stdout) == (0, "fine\n")
     lines = done.stderr.splitlines()
     assert len(lines) == (value == "1")
-    assert all("HF_HYPERATTN_AUTOLOAD=1, but hf_hyperattn is not available: " in line for line in lines)
+    assert all(
+        "HF_HYPERATTN_AUTOLOAD=1, but hf_hyperattn is not available: " in line for line in lines
+    )
 
 
 def test_nothing_of_ours_is_called_by_torch():

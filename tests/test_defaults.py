@@ -11,7 +11,14 @@ import torch
 
 import hf_hyperattn as ha
 from hf_hyperattn import functional as F
-from hf_hyperattn.mechanisms.sparse import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
+from hf_hyperattn.mechanisms.sparse import (
+    Clusters,
+    Exact,
+    NestedWindows,
+    Pages,
+    VerticalSlash,
+    Window,
+)
 
 #: One number for each head, which the gradients of some scores go through.
 BY_HEAD = torch.tensor([0.5, 1.5], dtype=torch.float32)
@@ -48,12 +55,19 @@ ENGINES = {"hsa": ("auto",), "talking": ("auto", "blockwise"), "trilinear": ("au
 CALLS = [
     (name, backend)
     for name in FUNCTIONS
-    for backend in ENGINES.get(name.split("_")[0].split()[0], ("auto", "reference", "blockwise", "cpu"))
+    for backend in ENGINES.get(
+        name.split("_")[0].split()[0], ("auto", "reference", "blockwise", "cpu")
+    )
     if not name.startswith("sparse") or backend in ("auto", "reference")
 ]
 
 
-SETTINGS = [torch.float64, torch.bfloat16, "meta", pytest.param(torch.float16, marks=pytest.mark.slow)]
+SETTINGS = [
+    torch.float64,
+    torch.bfloat16,
+    "meta",
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+]
 
 
 @contextlib.contextmanager
@@ -87,7 +101,9 @@ def compute_all(call, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "setting", [torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), "meta"], ids=str
+    "setting",
+    [torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), "meta"],
+    ids=str,
 )
 @pytest.mark.parametrize("name, backend", CALLS)
 def test_functions_do_not_depend_on_defaults(name, backend, setting):
@@ -104,7 +120,9 @@ def test_functions_do_not_depend_on_defaults(name, backend, setting):
 
 
 @pytest.mark.parametrize(
-    "rule", [Exact(), Window(), Pages(), Clusters(), VerticalSlash(), NestedWindows()], ids=lambda rule: rule.name
+    "rule",
+    [Exact(), Window(), Pages(), Clusters(), VerticalSlash(), NestedWindows()],
+    ids=lambda rule: rule.name,
 )
 def test_the_cost_of_a_rule_does_not_depend_on_the_default_dtype(rule):
     with defaults(torch.bfloat16):
@@ -127,6 +145,10 @@ def test_a_kernel_is_not_given_another_dtype_than_it_writes():
     from hf_hyperattn.engines.cpu.kernels import address_of
 
     assert address_of(torch.zeros(2, dtype=torch.float32)) > 0
-    for wrong in (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, 2)[:, 0], torch.zeros(2, device="meta")):
+    for wrong in (
+        torch.zeros(2, dtype=torch.bfloat16),
+        torch.zeros(2, 2)[:, 0],
+        torch.zeros(2, device="meta"),
+    ):
         with pytest.raises(TypeError, match="a kernel was given"):
             address_of(wrong)

@@ -18,7 +18,11 @@ from hf_hyperattn.config import MODES, HyperAttnConfig
 from hf_hyperattn.registry import MECHANISMS
 
 #: `selection` is no mechanism: what mechanisms that select keys have in common.
-ROOMS = [room.name for room in pkgutil.iter_modules(mechanisms.__path__) if room.ispkg and room.name != "selection"]
+ROOMS = [
+    room.name
+    for room in pkgutil.iter_modules(mechanisms.__path__)
+    if room.ispkg and room.name != "selection"
+]
 SCRIPT = Path(__file__).parent / "typing_script.py"
 
 
@@ -41,7 +45,11 @@ def test_the_face_has_nothing_else():
     ours = [MECHANISMS[room] for room in ROOMS]
     names = {"edge_attention", "scored_attention", *(name for m in ours for name in m.functions)}
     assert set(functional.__all__) == names and len(functional.__all__) == len(names)
-    configs = {name for name, part in vars(ha).items() if inspect.isclass(part) and hasattr(part, "mechanism")}
+    configs = {
+        name
+        for name, part in vars(ha).items()
+        if inspect.isclass(part) and hasattr(part, "mechanism")
+    }
     assert configs == {m.config.__name__ for m in ours} | {"MechanismConfig", "ScoreConfig"}
     assert all(hasattr(ha, name) for name in ha.__all__)
 
@@ -57,7 +65,9 @@ def test_type_checkers_know_the_choices_of_a_field(room):
 
 def test_type_checkers_know_the_modes():
     assert literals(get_type_hints(HyperAttnConfig)["mode"]) == set(MODES)
-    assert literals(inspect.signature(ha.patch_model, eval_str=True).parameters["mode"].annotation) == set(MODES)
+    assert literals(
+        inspect.signature(ha.patch_model, eval_str=True).parameters["mode"].annotation
+    ) == set(MODES)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,9 @@ def test_a_wrong_keyword(make, message):
 
 @pytest.mark.parametrize("module, near", [(ha, "patch_model"), (functional, "cone_attention")])
 def test_a_misspelt_name(module, near):
-    with pytest.raises(AttributeError, match=f"^{module.__name__} has no '{near}s'; it has: .*{near}, "):
+    with pytest.raises(
+        AttributeError, match=f"^{module.__name__} has no '{near}s'; it has: .*{near}, "
+    ):
         getattr(module, near + "s")
 
 
@@ -107,7 +119,9 @@ def checked(checker: str, *more: str) -> subprocess.CompletedProcess:
 def test_a_type_checker_flags_what_is_wrong_in_a_users_script_and_nothing_else(checker):
     done = checked(checker, str(SCRIPT))
     flagged = {int(line) for line in re.findall(rf"{SCRIPT.name}:(\d+):.* error:? ", done.stdout)}
-    marked = {i for i, line in enumerate(SCRIPT.read_text().splitlines(), 1) if line.endswith("# error")}
+    marked = {
+        i for i, line in enumerate(SCRIPT.read_text().splitlines(), 1) if line.endswith("# error")
+    }
     assert flagged == marked, done.stdout + done.stderr
 
 

@@ -37,8 +37,12 @@ def attend(q, k, v, pairing, backend, **rest):
 def test_output_is_the_definition(backend, pairing, causal):
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=6, lk=8, d=3, dv=5)
     gamma, radius = per_head(4)
-    expected = loops.attention(q, k, v, None, causal, gamma=gamma, radius=radius, **PAIRINGS[pairing])
-    got = attend(q, k, v, pairing, backend, is_causal=causal, enable_gqa=True, gamma=gamma, radius=radius)
+    expected = loops.attention(
+        q, k, v, None, causal, gamma=gamma, radius=radius, **PAIRINGS[pairing]
+    )
+    got = attend(
+        q, k, v, pairing, backend, is_causal=causal, enable_gqa=True, gamma=gamma, radius=radius
+    )
     assert_close(got, expected, 1e-9, "output")
 
 
@@ -75,7 +79,12 @@ def test_duplicates_and_neighbours_in_float32(backend, pairing):
     k = torch.cat([q[:, :, :8], q[:, :, 8:16] + 1e-5, tensor(1, 2, 8, 16, seed=9).float()], dim=2)
     v = tensor(1, 2, 24, 16, seed=10).float()
     atol = 2e-4 if backend == "reference" else 5e-3
-    assert_close(attend(q, k, v, pairing, backend), loops.attention(q, k, v, **PAIRINGS[pairing]), atol, "output")
+    assert_close(
+        attend(q, k, v, pairing, backend),
+        loops.attention(q, k, v, **PAIRINGS[pairing]),
+        atol,
+        "output",
+    )
 
 
 @core_pairing
@@ -83,7 +92,9 @@ def test_scores_and_attention_are_one_operator(pairing):
     q, k, v = qkv(seed=11)
     logits = cone_scores(q, k, gamma=0.8, radius=1.1, **PAIRINGS[pairing])
     expected = torch.softmax(logits, -1) @ v
-    assert_close(attend(q, k, v, pairing, "reference", gamma=0.8, radius=1.1), expected, 1e-12, "output")
+    assert_close(
+        attend(q, k, v, pairing, "reference", gamma=0.8, radius=1.1), expected, 1e-12, "output"
+    )
 
 
 @every_backend
@@ -142,9 +153,15 @@ def test_adversarial_inputs_stay_finite_and_inside_the_hull(backend, pairing, dt
         where = f"length {length}, d {d}"
         slack = 4 * torch.finfo(dtype).eps
         assert torch.isfinite(out).all(), f"{where}: output"
-        assert (out <= v.cummax(2).values + slack).all(), f"{where}: output above every visible value"
-        assert (out >= v.cummin(2).values - slack).all(), f"{where}: output below every visible value"
-        for name, grad in zip("qkv", torch.autograd.grad(out.square().sum(), (q, k, v)), strict=True):
+        assert (out <= v.cummax(2).values + slack).all(), (
+            f"{where}: output above every visible value"
+        )
+        assert (out >= v.cummin(2).values - slack).all(), (
+            f"{where}: output below every visible value"
+        )
+        for name, grad in zip(
+            "qkv", torch.autograd.grad(out.square().sum(), (q, k, v)), strict=True
+        ):
             # half precision cannot hold the true gradient of a point scaled by e^10; a NaN is never right
             ok = ~grad.isnan() if dtype == torch.float16 and kind != "tiny" else grad.isfinite()
             assert ok.all(), f"{where}: gradient of {name} at {(~ok).nonzero()[:2].tolist()}"
@@ -155,23 +172,37 @@ def test_adversarial_inputs_stay_finite_and_inside_the_hull(backend, pairing, dt
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_rows_with_one_or_no_visible_key(backend, pairing, dtype):
     """A row with one key copies its value; a row with none gives zero, and neither leaks a NaN backward."""
-    q, k, v = (t.requires_grad_() for t in qkv(batch=2, heads=2, lq=5, lk=6, d=3, dtype=DTYPES[dtype], seed=14))
+    q, k, v = (
+        t.requires_grad_()
+        for t in qkv(batch=2, heads=2, lq=5, lk=6, d=3, dtype=DTYPES[dtype], seed=14)
+    )
     mask = torch.ones(2, 1, 5, 6, dtype=torch.bool)
     mask[:, :, 1] = False
     mask[0, :, 3] = False
     mask[1, :, 3] = torch.arange(6) == 4
     out = attend(q, k, v, pairing, backend, attn_mask=mask)
     assert not out[:, :, 1].any() and not out[0, :, 3].any()
-    assert_close(out[1, :, 3], v[1, :, 4], 4 * torch.finfo(DTYPES[dtype]).eps, "the only visible value")
-    assert_close(out, definition(q, k, v, mask, pairing), max(TOLERANCE[DTYPES[dtype]], 1e-9), "output")
+    assert_close(
+        out[1, :, 3], v[1, :, 4], 4 * torch.finfo(DTYPES[dtype]).eps, "the only visible value"
+    )
+    assert_close(
+        out, definition(q, k, v, mask, pairing), max(TOLERANCE[DTYPES[dtype]], 1e-9), "output"
+    )
     dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))
     assert all(torch.isfinite(g).all() for g in (dq, dk, dv))
     assert not dq[:, :, 1].any() and not dq[0, :, 3].any()
-    assert_close(dq[1, :, 3], torch.zeros(2, 3), 1e-2 if dtype == "bfloat16" else 1e-5, "dq of a row with one key")
+    assert_close(
+        dq[1, :, 3],
+        torch.zeros(2, 3),
+        1e-2 if dtype == "bfloat16" else 1e-5,
+        "dq of a row with one key",
+    )
 
 
 def definition(q, k, v, mask, pairing):
-    return loops.attention(q.detach().double(), k.detach().double(), v.detach().double(), mask, **PAIRINGS[pairing])
+    return loops.attention(
+        q.detach().double(), k.detach().double(), v.detach().double(), mask, **PAIRINGS[pairing]
+    )
 
 
 @every_backend
@@ -188,7 +219,9 @@ def test_nothing_visible_at_all(backend):
 @every_backend
 @core_pairing
 @QUICK
-@given(seed=st.integers(0, 10_000), lq=st.integers(1, 9), lk=st.integers(1, 9), causal=st.booleans())
+@given(
+    seed=st.integers(0, 10_000), lq=st.integers(1, 9), lk=st.integers(1, 9), causal=st.booleans()
+)
 def test_heads_and_batches_are_independent(backend, pairing, seed, lq, lk, causal):
     q, k, v = qkv(batch=2, heads=3, lq=lq, lk=lk, seed=seed)
     gamma, radius = per_head(3)
@@ -197,7 +230,9 @@ def test_heads_and_batches_are_independent(backend, pairing, seed, lq, lk, causa
     turned = attend(*(t[:, order] for t in (q, k, v)), pairing, backend, is_causal=causal,
                     gamma=gamma[order], radius=radius[order])  # fmt: skip
     assert_close(turned, out[:, order], 1e-9, "permuted heads")
-    alone = attend(q[1:], k[1:], v[1:], pairing, backend, is_causal=causal, gamma=gamma, radius=radius)
+    alone = attend(
+        q[1:], k[1:], v[1:], pairing, backend, is_causal=causal, gamma=gamma, radius=radius
+    )
     assert_close(alone, out[1:], 1e-9, "one batch entry alone")
 
 
@@ -225,9 +260,15 @@ def test_a_future_token_never_changes_a_past_output(backend, pairing, dtype, see
     cut = seed % (length - 1) + 1
     later = [t.clone() for t in (q, k, v)]
     for i, t in enumerate(later):
-        t[:, :, cut:] = tensor(1, 2, length - cut, 3, seed=seed + 20 + i, scale=size, dtype=DTYPES[dtype])
+        t[:, :, cut:] = tensor(
+            1, 2, length - cut, 3, seed=seed + 20 + i, scale=size, dtype=DTYPES[dtype]
+        )
     out = attend(q, k, v, pairing, backend, is_causal=True)[:, :, :cut]
-    assert_close(attend(*later, pairing, backend, is_causal=True)[:, :, :cut], out, TOLERANCE[DTYPES[dtype]] / 10)
+    assert_close(
+        attend(*later, pairing, backend, is_causal=True)[:, :, :cut],
+        out,
+        TOLERANCE[DTYPES[dtype]] / 10,
+    )
 
 
 @every_backend
@@ -241,7 +282,9 @@ def test_horizontal_translation_changes_nothing(backend, pairing, seed):
 
     def moved(x):
         heights = [loops.point(row, PAIRINGS[pairing]["mapping"])[1] for row in x[0, 0]]
-        return torch.cat([x[..., :-1] + by / torch.tensor(heights).to(x)[:, None], x[..., -1:]], dim=-1)
+        return torch.cat(
+            [x[..., :-1] + by / torch.tensor(heights).to(x)[:, None], x[..., -1:]], dim=-1
+        )
 
     out = attend(q, k, v, pairing, backend)
     assert_close(attend(moved(q), moved(k), v, pairing, backend), out, 1e-6, "moved points")

@@ -32,7 +32,10 @@ class Attention(torch.nn.Module):
 
 
 def inputs(length, dtype=torch.float32):
-    return [t.requires_grad_() for t in qkv(batch=1, heads=4, kv_heads=2, lq=length, d=8, dtype=dtype, seed=60)]
+    return [
+        t.requires_grad_()
+        for t in qkv(batch=1, heads=4, kv_heads=2, lq=length, d=8, dtype=dtype, seed=60)
+    ]
 
 
 @every_backend
@@ -55,7 +58,9 @@ def test_compiles_into_one_graph_forward_and_backward(backend, pairing):
 
 
 @every_backend
-@pytest.mark.parametrize("attention", [cone_attention, partial(sparse_attention, rules=Window(8, 2))])
+@pytest.mark.parametrize(
+    "attention", [cone_attention, partial(sparse_attention, rules=Window(8, 2))]
+)
 def test_compiles_with_rounded_values_as_autocast_has_them(backend, attention):
     torch._dynamo.reset()
     q, k, v = qkv(batch=1, heads=2, lq=9, dtype=torch.float32)
@@ -70,7 +75,9 @@ def test_a_compiled_call_goes_by_the_rules_that_it_is_given():
     small = Pages(near=2, sinks=1, page=2, top=1)
     compiled = torch.compile(sparse_attention, fullgraph=True, backend="aot_eager")
     for rules in (Window(2, 1), Window(3, 1), small, (small, Exact())):
-        out, eager = (call(q, k, v, is_causal=True, rules=rules) for call in (compiled, sparse_attention))
+        out, eager = (
+            call(q, k, v, is_causal=True, rules=rules) for call in (compiled, sparse_attention)
+        )
         assert_close(out, eager, 1e-5, f"compiled output, {rules}")
 
 
@@ -82,10 +89,14 @@ def test_compiles_with_dropout(backend):
         return cone_attention(q, k, v, dropout_p=0.5, backend=backend)
 
     q, k, v = qkv(batch=1, heads=2, lq=9, dtype=torch.float32)
-    out = torch.compile(run, fullgraph=True, backend="aot_eager")(*(t.requires_grad_() for t in (q, k, v)))
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(
+        *(t.requires_grad_() for t in (q, k, v))
+    )
     assert torch.isfinite(out).all()
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
-    assert not torch.allclose(out, cone_attention(q, k, v, backend=backend), atol=1e-3), "dropout was lost"
+    assert not torch.allclose(out, cone_attention(q, k, v, backend=backend), atol=1e-3), (
+        "dropout was lost"
+    )
 
 
 @with_auto
@@ -108,7 +119,9 @@ def test_exports_with_a_dynamic_length(backend, pairing):
         program = torch.export.export(model, tuple(inputs(12)), dynamic_shapes=shapes)
         for other in (12, 2, 300):
             q, k, v = inputs(other)
-            assert_close(program.module()(q, k, v), model(q, k, v), 1e-5, f"exported output, length {other}")
+            assert_close(
+                program.module()(q, k, v), model(q, k, v), 1e-5, f"exported output, length {other}"
+            )
 
 
 @every_backend
@@ -118,21 +131,31 @@ def test_exports_with_a_mask(backend):
     shapes = {**{name: {2: length} for name in "qkv"}, "mask": {2: length, 3: length}}
 
     def masked(n):
-        return (*inputs(n), torch.rand(1, 1, n, n, generator=torch.Generator().manual_seed(n)) < 0.7)
+        return (
+            *inputs(n),
+            torch.rand(1, 1, n, n, generator=torch.Generator().manual_seed(n)) < 0.7,
+        )
 
     with torch.no_grad():
         program = torch.export.export(model, masked(12), dynamic_shapes=shapes)
         for other in (12, 33):
-            assert_close(program.module()(*masked(other)), model(*masked(other)), 1e-5, f"length {other}")
+            assert_close(
+                program.module()(*masked(other)), model(*masked(other)), 1e-5, f"length {other}"
+            )
 
 
-@pytest.mark.parametrize("function", [cone_attention, partial(hype_attention, mu=0.01, tau=1.0)], ids=["cone", "hype"])
+@pytest.mark.parametrize(
+    "function", [cone_attention, partial(hype_attention, mu=0.01, tau=1.0)], ids=["cone", "hype"]
+)
 def test_transforms_inside_a_compiled_function(function):
     """The compiler would put the kernel into its graph, whose derivative by forward mode is nothing."""
     torch._dynamo.reset()
     at, step = (tuple(t.detach() for t in inputs(80)) for _ in range(2))
     call = partial(function, enable_gqa=True)
-    derivatives = (lambda a, s: jvp(call, a, s)[1], lambda a, s: grad(lambda q: call(q, *a[1:]).square().sum())(a[0]))
+    derivatives = (
+        lambda a, s: jvp(call, a, s)[1],
+        lambda a, s: grad(lambda q: call(q, *a[1:]).square().sum())(a[0]),
+    )
     for derivative in derivatives:
         # torch 2.13's Inductor gets plain torch wrong here: what the compiler puts into its graph is what is asked
         compiled = torch.compile(derivative, backend="aot_eager")

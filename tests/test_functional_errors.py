@@ -28,7 +28,10 @@ BAD = {
     "key of another width": ({"key": K[..., :2]}, ["key", "2", "3"]),
     "value of another length": ({"value": V[:, :, :4]}, ["value", "4", "6"]),
     "value of other heads than key": ({"value": V[:, :2]}, ["value", "2", "4"]),
-    "fewer key heads without enable_gqa": ({"key": K[:, :2], "value": V[:, :2]}, ["enable_gqa", "2", "4"]),
+    "fewer key heads without enable_gqa": (
+        {"key": K[:, :2], "value": V[:, :2]},
+        ["enable_gqa", "2", "4"],
+    ),
     "heads that do not divide": (
         {"key": NARROW_K, "value": NARROW_V, "enable_gqa": True},
         ["heads", "3", "4"],
@@ -56,12 +59,18 @@ BAD = {
     "unknown variant": ({"variant": "antumbral"}, ["variant", "antumbral", "umbral", "penumbral"]),
     "unknown mapping": ({"mapping": "rho"}, ["mapping", "rho", "xi", "psi", "expmap"]),
     "unknown backend": ({"backend": "warp"}, ["backend", "warp", "reference", "blockwise", "auto"]),
-    "penumbral with xi": ({"variant": "penumbral", "mapping": "xi"}, ["mapping", "xi", "clamp_heights"]),
+    "penumbral with xi": (
+        {"variant": "penumbral", "mapping": "xi"},
+        ["mapping", "xi", "clamp_heights"],
+    ),
     "penumbral with expmap": (
         {"variant": "penumbral", "mapping": "expmap"},
         ["mapping", "expmap", "clamp_heights"],
     ),
-    "mask of another length": ({"attn_mask": torch.ones(5, 7, dtype=torch.bool)}, ["attn_mask", "(5, 7)"]),
+    "mask of another length": (
+        {"attn_mask": torch.ones(5, 7, dtype=torch.bool)},
+        ["attn_mask", "(5, 7)"],
+    ),
     "mask of other heads": (
         {"attn_mask": torch.ones(2, 3, 5, 6, dtype=torch.bool)},
         ["attn_mask", "(2, 3, 5, 6)"],
@@ -89,7 +98,9 @@ def test_bad_input_is_refused_in_one_line(name):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["gamma negative in one head", "mask of another length", "head dimension 1"])
+@pytest.mark.parametrize(
+    "name", ["gamma negative in one head", "mask of another length", "head dimension 1"]
+)
 def test_every_engine_refuses_alike(backend, name):
     with pytest.raises(ValueError):
         cone_attention(**{"query": Q, "key": K, "value": V, **BAD[name][0], "backend": backend})
@@ -125,7 +136,9 @@ def test_penumbral_is_refused_from_the_arguments_alone():
 @pytest.mark.parametrize("setting", [{"squared": False}, {"clamp_heights": True}])
 def test_umbral_refuses_what_only_penumbral_reads(function, setting):
     tensors = (Q, K, V) if function is cone_attention else (Q, K)
-    with pytest.raises(ValueError, match=rf"^{next(iter(setting))}=.* has no meaning for variant='umbral'"):
+    with pytest.raises(
+        ValueError, match=rf"^{next(iter(setting))}=.* has no meaning for variant='umbral'"
+    ):
         function(*tensors, variant="umbral", **setting)
     function(*tensors, variant="penumbral", **setting)
 
@@ -135,7 +148,9 @@ def test_unknown_arguments_are_not_swallowed():
         cone_attention(Q, K, V, scale=0.5)
 
 
-@pytest.mark.parametrize("kind", [int, float, lambda v: torch.full((4,), float(v))], ids=["int", "float", "tensor"])
+@pytest.mark.parametrize(
+    "kind", [int, float, lambda v: torch.full((4,), float(v))], ids=["int", "float", "tensor"]
+)
 def test_parameters_may_be_numbers_or_one_value_per_head(kind):
     out = cone_attention(Q, K, V, gamma=kind(2), radius=kind(1))
     assert torch.allclose(out, cone_attention(Q, K, V, gamma=2.0, radius=1.0))

@@ -60,29 +60,42 @@ def test_gradients_equal_the_oracles(backend, pairing, causal, dtype, rtol):
     got = torch.autograd.grad((out.double() * weight).sum(), inputs)
     assert all(g.dtype == dtype for g in got)
     plain = leaves(*(t.double() for t in inputs))
-    out = dense.attention(*plain[:3], None, causal, gamma=plain[3], radius=plain[4], **PAIRINGS[pairing])
+    out = dense.attention(
+        *plain[:3], None, causal, gamma=plain[3], radius=plain[4], **PAIRINGS[pairing]
+    )
     assert_gradients(got, torch.autograd.grad((out * weight).sum(), plain), rtol, NAMES)
 
 
 @pytest.mark.parametrize("backend", FAST)
 @core_pairing
 @pytest.mark.parametrize("dtype, rtol", [("float64", 1e-7), ("float32", 2e-3)])
-@pytest.mark.parametrize("batch, heads, kv_heads, lq, lk", MANY_BLOCKS[:1] + MANY_BLOCKS[2:], ids=str)
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, lq, lk", MANY_BLOCKS[:1] + MANY_BLOCKS[2:], ids=str
+)
 def test_gradients_over_many_blocks(backend, pairing, dtype, rtol, batch, heads, kv_heads, lq, lk):
     """Every block of rows and of keys adds its share, to the mask as well."""
     q, k, v = qkv(batch, heads, kv_heads, lq, lk, d=4, seed=44)
-    inputs = leaves(*(t.to(DTYPES[dtype]) for t in (q, k, v, *per_head(heads), tensor(1, heads, lq, lk, seed=45))))
+    inputs = leaves(
+        *(
+            t.to(DTYPES[dtype])
+            for t in (q, k, v, *per_head(heads), tensor(1, heads, lq, lk, seed=45))
+        )
+    )
     plain = leaves(*(t.double() for t in inputs))
     weight = tensor(batch, heads, lq, 4, seed=46)
     rest = {"attn_mask": inputs[5], "is_causal": True, "enable_gqa": True}
     out = attend(*inputs[:3], pairing, backend, gamma=inputs[3], radius=inputs[4], **rest)
     got = torch.autograd.grad((out.double() * weight).sum(), inputs)
-    out = dense.attention(*plain[:3], plain[5], True, gamma=plain[3], radius=plain[4], **PAIRINGS[pairing])
+    out = dense.attention(
+        *plain[:3], plain[5], True, gamma=plain[3], radius=plain[4], **PAIRINGS[pairing]
+    )
     assert_gradients(got, torch.autograd.grad((out * weight).sum(), plain), rtol, NAMES, stray=1e-3)
 
 
 @every_backend
-@pytest.mark.parametrize("shape", [(3, 4), (1, 4), (2, 1, 3, 4), (1, 2, 1, 4), (2, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 4), (1, 4), (2, 1, 3, 4), (1, 2, 1, 4), (2, 1, 1, 1)], ids=str
+)
 def test_gradient_of_a_broadcast_mask(backend, shape):
     """A bias that serves many heads or rows gets the sum of their gradients."""
     q, k, v = qkv(batch=2, heads=2, lq=3, lk=4, seed=47)
@@ -110,7 +123,9 @@ def test_one_input_alone_may_need_a_gradient(backend, wanted):
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_one_parameter_for_all_heads_gets_the_summed_gradient(backend, shape):
     q, k, v = qkv(batch=1, heads=3, lq=4, seed=58)
-    gamma, radius = (torch.full(shape, x, dtype=torch.float64, requires_grad=True) for x in (0.8, 1.2))
+    gamma, radius = (
+        torch.full(shape, x, dtype=torch.float64, requires_grad=True) for x in (0.8, 1.2)
+    )
 
     def run(gamma, radius):
         return attend(q, k, v, "penumbral-psi", backend, gamma=gamma, radius=radius)
@@ -123,9 +138,14 @@ def test_one_parameter_for_all_heads_gets_the_summed_gradient(backend, shape):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("radius", [1e-4, 100.0])
 def test_gradients_at_extreme_radii_stay_finite(backend, pairing, dtype, radius):
-    inputs = leaves(*qkv(batch=1, heads=2, lq=6, dtype=DTYPES[dtype]), torch.full((2,), radius, dtype=DTYPES[dtype]))
+    inputs = leaves(
+        *qkv(batch=1, heads=2, lq=6, dtype=DTYPES[dtype]),
+        torch.full((2,), radius, dtype=DTYPES[dtype]),
+    )
     out = attend(*inputs[:3], pairing, backend, radius=inputs[3])
-    for name, grad in zip(("q", "k", "v", "radius"), torch.autograd.grad(out.square().sum(), inputs), strict=True):
+    for name, grad in zip(
+        ("q", "k", "v", "radius"), torch.autograd.grad(out.square().sum(), inputs), strict=True
+    ):
         assert torch.isfinite(grad).all(), f"gradient of {name}"
 
 
@@ -144,7 +164,9 @@ def test_gradient_at_ties(backend, pairing, dtype, rtol):
         return float((loops.attention(q, k, v, **PAIRINGS[pairing]) * weight).sum())
 
     expected = torch.zeros(2, 1, 1, 4, 3, dtype=torch.float64)
-    for side, i, c in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(3)).tolist():
+    for side, i, c in torch.cartesian_prod(
+        torch.arange(2), torch.arange(4), torch.arange(3)
+    ).tolist():
         step = torch.zeros_like(x)
         step[0, 0, i, c] = 1e-6
         moved = [(x + s, x) if side == 0 else (x, x + s) for s in (step, -step)]

@@ -13,7 +13,16 @@ from tests.oracles.marks import every_backend
 
 QUICK = settings(max_examples=10, deadline=None, derandomize=True)
 two_variants = pytest.mark.parametrize("pairing", ["umbral-xi", "penumbral-psi"])
-MASK_SHAPES = [(5, 7), (1, 7), (5, 1), (2, 1, 5, 7), (1, 4, 5, 7), (2, 4, 5, 7), (2, 1, 1, 7), (1, 1, 5, 7)]
+MASK_SHAPES = [
+    (5, 7),
+    (1, 7),
+    (5, 1),
+    (2, 1, 5, 7),
+    (1, 4, 5, 7),
+    (2, 4, 5, 7),
+    (2, 1, 1, 7),
+    (1, 1, 5, 7),
+]
 
 
 def attend(q, k, v, pairing, backend, **rest):
@@ -34,7 +43,9 @@ def test_masks_of_every_form_and_shape(backend, kind):
     for shape in MASK_SHAPES:
         mask = random_mask(shape, kind, seed=30)
         for causal in (False, True):
-            got = attend(q, k, v, "umbral-xi", backend, attn_mask=mask, is_causal=causal, enable_gqa=True)
+            got = attend(
+                q, k, v, "umbral-xi", backend, attn_mask=mask, is_causal=causal, enable_gqa=True
+            )
             expected = loops.attention(q, k, v, mask, causal, **PAIRINGS["umbral-xi"])
             assert_close(got, expected, 1e-9, f"output under a mask {shape}, causal={causal}")
 
@@ -81,13 +92,17 @@ def test_grouped_heads_equal_repeated_heads(backend, pairing, seed, groups, caus
     q, k, v = qkv(batch=2, heads=6, kv_heads=6 // groups, lq=4, lk=6, seed=seed)
     gamma, radius = per_head(6)
     full = [t.repeat_interleave(groups, dim=1) for t in (k, v)]
-    grouped = attend(q, k, v, pairing, backend, is_causal=causal, enable_gqa=True, gamma=gamma, radius=radius)
+    grouped = attend(
+        q, k, v, pairing, backend, is_causal=causal, enable_gqa=True, gamma=gamma, radius=radius
+    )
     repeated = attend(q, *full, pairing, backend, is_causal=causal, gamma=gamma, radius=radius)
     assert_close(grouped, repeated, 1e-9, "grouped against repeated")
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
-@pytest.mark.parametrize("batch, lq, lk", [(1, 4, 0), (1, 0, 4), (0, 4, 4)], ids=["no keys", "no queries", "no batch"])
+@pytest.mark.parametrize(
+    "batch, lq, lk", [(1, 4, 0), (1, 0, 4), (0, 4, 4)], ids=["no keys", "no queries", "no batch"]
+)
 def test_empty_inputs(backend, batch, lq, lk):
     """No keys is nothing visible: zeros. No queries, no batch: an empty output, with a graph."""
     q, k, v = tensor(batch, 2, lq, 3), tensor(batch, 2, lk, 3), tensor(batch, 2, lk, 5)
@@ -143,7 +158,11 @@ def test_dropout_over_many_blocks_draws_each_block_anew(backend):
     torch.manual_seed(3)
     kept = attend(q, k, v, "umbral-xi", backend, dropout_p=0.5) != 0
     blocks = [
-        kept[b, h, i : i + 100, j : j + 100] for b in (0, 1) for h in (0, 1) for i in (0, 100, 500) for j in (0, 500)
+        kept[b, h, i : i + 100, j : j + 100]
+        for b in (0, 1)
+        for h in (0, 1)
+        for i in (0, 100, 500)
+        for j in (0, 500)
     ]
     for index, one in enumerate(blocks):
         assert 0.45 < one.double().mean() < 0.55
@@ -162,7 +181,9 @@ def test_dropout_over_many_blocks_is_the_same_backward(backend):
     dv, dq = torch.autograd.grad((out * weight).sum(), (v, q))
     assert_close(dv, out.mT @ weight, 1e-9, "gradient of value")
     whole = dense.scores(q, k, **PAIRINGS["umbral-xi"])
-    whole = whole.masked_fill(~torch.ones(600, 600, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    whole = whole.masked_fill(~torch.ones(600, 600, dtype=torch.bool).tril(), -torch.inf).softmax(
+        -1
+    )
     (plain,) = torch.autograd.grad((whole * (out != 0).detach() / 0.5 * weight).sum(), q)
     assert_close(dq, plain, 1e-8, "gradient of query")
 

@@ -25,7 +25,9 @@ def allocations(run):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
     events = recorded.profiler.kineto_results.events()
-    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+    sizes = [
+        e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"
+    ]
     live = peak = 0
     for size in sizes:
         live += size
@@ -55,15 +57,25 @@ def test_no_matrix_of_all_pairs(backend, pairing, causal):
         return cone_attention(q, k, v, backend=backend, **rest, **PAIRINGS[pairing])
 
     out, largest, peak = allocations(forward)
-    assert largest < SQUARE / 16 and peak < SQUARE / 4, f"forward: largest {largest}, peak {peak} bytes"
+    assert largest < SQUARE / 16 and peak < SQUARE / 4, (
+        f"forward: largest {largest}, peak {peak} bytes"
+    )
     grads, largest, peak = allocations(lambda: torch.autograd.grad(out.sum(), leaves))
-    assert largest < SQUARE / 16 and peak < SQUARE / 4, f"backward: largest {largest}, peak {peak} bytes"
+    assert largest < SQUARE / 16 and peak < SQUARE / 4, (
+        f"backward: largest {largest}, peak {peak} bytes"
+    )
     assert all(torch.isfinite(g).all() for g in grads)
     rows = slice(0, LENGTH, 512)
     mask = torch.arange(LENGTH)[rows, None] >= torch.arange(LENGTH) if causal else None
     with torch.no_grad():
         few = dense.attention(
-            q[:, :, rows], k, v, mask, gamma=gamma.double(), radius=radius.double(), **PAIRINGS[pairing]
+            q[:, :, rows],
+            k,
+            v,
+            mask,
+            gamma=gamma.double(),
+            radius=radius.double(),
+            **PAIRINGS[pairing],
         )
     assert_close(out[:, :, rows], few, 2e-4, "sampled rows")
 
@@ -73,7 +85,10 @@ def test_no_matrix_of_all_pairs(backend, pairing, causal):
 def test_memory_grows_with_the_length_not_its_square(backend, pairing):
     peaks = []
     for length in (2048, 4096):
-        q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=1, lq=length, d=WIDTH, dtype=torch.float32))
+        q, k, v = (
+            t.requires_grad_()
+            for t in qkv(batch=1, heads=1, lq=length, d=WIDTH, dtype=torch.float32)
+        )
 
         def step(q=q, k=k, v=v):
             out = cone_attention(q, k, v, backend=backend, **PAIRINGS[pairing])
@@ -89,7 +104,9 @@ def test_a_boolean_mask_is_not_spread_out(backend):
     q, k, v = qkv(batch=1, heads=2, lq=LENGTH, d=WIDTH, dtype=torch.float32)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     with torch.no_grad():
-        _, largest, peak = allocations(lambda: cone_attention(q, k, v, attn_mask=mask, backend=backend))
+        _, largest, peak = allocations(
+            lambda: cone_attention(q, k, v, attn_mask=mask, backend=backend)
+        )
     assert peak < SQUARE / 4, f"largest {largest}, peak {peak} bytes"
 
 
@@ -97,5 +114,7 @@ def test_a_boolean_mask_is_not_spread_out(backend):
 def test_grouped_heads_are_not_repeated_over_the_batch_of_pairs(backend):
     q, k, v = qkv(batch=1, heads=8, kv_heads=1, lq=64, lk=LENGTH, d=WIDTH, dtype=torch.float32)
     with torch.no_grad():
-        _, largest, _ = allocations(lambda: cone_attention(q, k, v, enable_gqa=True, backend=backend))
+        _, largest, _ = allocations(
+            lambda: cone_attention(q, k, v, enable_gqa=True, backend=backend)
+        )
     assert largest <= 8 * LENGTH * max(128, WIDTH) * 4, f"largest {largest} bytes"

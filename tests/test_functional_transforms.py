@@ -32,15 +32,21 @@ FUNCTIONS = {
     "mkl": partial(F.mkl_attention, beta=torch.tensor([0.3, -0.2])),
     "trilinear": three_way,
     "hsa key": partial(
-        F.hierarchical_attention, hierarchy=(4, 16), tying="key", near=4, refine_top_k=2, is_causal=True
+        F.hierarchical_attention,
+        hierarchy=(4, 16),
+        tying="key",
+        near=4,
+        refine_top_k=2,
+        is_causal=True,
     ),
     "hsa both": partial(F.hierarchical_attention, hierarchy=(4, 16)),
-    **{f"sparse {n}": partial(F.sparse_attention, rules=rule, is_causal=True) for n, rule in RULES.items()},
+    **{
+        f"sparse {n}": partial(F.sparse_attention, rules=rule, is_causal=True)
+        for n, rule in RULES.items()
+    },
 }
 #: How second derivatives are refused.
-NO_SECOND = (
-    r"^(backend='\w+'|hsa .*) has no second derivative, which create_graph=True asked for; (use|allowed:|with) "
-)
+NO_SECOND = r"^(backend='\w+'|hsa .*) has no second derivative, which create_graph=True asked for; (use|allowed:|with) "
 #: What has them, by function; all others by backend="reference".
 TWICE = {"hsa key": dict(backend="torch")}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
@@ -49,13 +55,18 @@ every_function = pytest.mark.parametrize("name", FUNCTIONS)
 def inputs(n, m, dtype=torch.float32):
     """Queries, keys and values of two heads, and how they change."""
     sizes = (n, m, m)
-    return tuple(tuple(tensor(1, 2, s, 8, seed=at + i, dtype=dtype) for i, s in enumerate(sizes)) for at in (0, 10))
+    return tuple(
+        tuple(tensor(1, 2, s, 8, seed=at + i, dtype=dtype) for i, s in enumerate(sizes))
+        for at in (0, 10)
+    )
 
 
 def difference(call, at, step, size=1e-6):
     """The derivative of a call along a step, in float64."""
     at, step = ([t.double() for t in tensors] for tensors in (at, step))
-    ahead, behind = (call(*(a + sign * size * s for a, s in zip(at, step, strict=True))) for sign in (1, -1))
+    ahead, behind = (
+        call(*(a + sign * size * s for a, s in zip(at, step, strict=True))) for sign in (1, -1)
+    )
     return (ahead - behind) / (2 * size)
 
 
@@ -69,7 +80,8 @@ def near(got, want, what):
         (name, n, m)
         for name in FUNCTIONS
         for n, m in ((90, 90), (2, 600), (3, 6))
-        if n == m or not name.startswith(("hsa", "sparse clusters"))  # of whole rows; of all queries before
+        if n == m
+        or not name.startswith(("hsa", "sparse clusters"))  # of whole rows; of all queries before
     ],
 )
 def test_transforms_see_plain_operators(name, n, m):
@@ -83,29 +95,45 @@ def test_transforms_see_plain_operators(name, n, m):
     with forward_ad.dual_level():
         dual = call(*(forward_ad.make_dual(a, s) for a, s in zip(at, step, strict=True)))
         near(forward_ad.unpack_dual(dual).tangent, want, "forward mode")
-        only_values = forward_ad.unpack_dual(call(*at[:2], forward_ad.make_dual(at[2], step[2]))).tangent
-        near(only_values, difference(lambda v: call(at[0].double(), at[1].double(), v), at[2:], step[2:]), "of values")
+        only_values = forward_ad.unpack_dual(
+            call(*at[:2], forward_ad.make_dual(at[2], step[2]))
+        ).tangent
+        near(
+            only_values,
+            difference(lambda v: call(at[0].double(), at[1].double(), v), at[2:], step[2:]),
+            "of values",
+        )
     pull = tensor(*out.shape, seed=20)
     slope = grad(lambda q: (call(q, *at[1:]) * pull).sum())(at[0])
     leaf = at[0].double().requires_grad_()
     (want,) = torch.autograd.grad((call(leaf, *(t.double() for t in at[1:])) * pull).sum(), leaf)
     near(slope, want, "grad")
     several = torch.stack([at[0], step[0]])
-    near(vmap(lambda q: call(q, *at[1:]))(several), torch.stack([call(q, *at[1:]) for q in several]).double(), "vmap")
+    near(
+        vmap(lambda q: call(q, *at[1:]))(several),
+        torch.stack([call(q, *at[1:]) for q in several]).double(),
+        "vmap",
+    )
 
 
 @pytest.mark.parametrize(
     "name, backend",
     [
         *((name, "cpu") for name in ("cone", "hyperbolic", "hype", "sparse window")),
-        *((n, "blockwise") for n in ("cone", "hyperbolic", "hype", "talking_heads", "trilinear", "sparse window")),
+        *(
+            (n, "blockwise")
+            for n in ("cone", "hyperbolic", "hype", "talking_heads", "trilinear", "sparse window")
+        ),
     ],
 )
 def test_engines_of_operators_refuse_transforms(name, backend):
     at, step = inputs(90, 90)
     call = partial(FUNCTIONS[name], backend=backend)
     for transformed in (lambda: jvp(call, at, step), lambda: vmap(call)(*(t[None] for t in at))):
-        with pytest.raises(ValueError, match=f"backend='{backend}' cannot compute this call: torch.func's transforms"):
+        with pytest.raises(
+            ValueError,
+            match=f"backend='{backend}' cannot compute this call: torch.func's transforms",
+        ):
             transformed()
 
 
@@ -131,7 +159,9 @@ def test_second_derivatives_are_right_or_refused(name, n, linear):
     slope = lambda sign: first((x + sign * 1e-6 * step).requires_grad_())
     try:
         leaf = x.clone().requires_grad_()
-        (second,) = torch.autograd.grad((first(leaf, create_graph=True) * step).sum(), leaf, allow_unused=True)
+        (second,) = torch.autograd.grad(
+            (first(leaf, create_graph=True) * step).sum(), leaf, allow_unused=True
+        )
     except (RuntimeError, NotImplementedError) as error:
         assert re.search(NO_SECOND, str(error)), error
     else:
@@ -158,7 +188,10 @@ def test_what_has_second_derivatives(name, n):
         return
     out32 = call(*(leaves := [t.float().requires_grad_() for t in inputs]))
     first = torch.autograd.grad(out32.square().sum(), leaves, create_graph=True)
-    assert all(t.isfinite().all() for t in torch.autograd.grad(sum(t.square().sum() for t in first), leaves))
+    assert all(
+        t.isfinite().all()
+        for t in torch.autograd.grad(sum(t.square().sum() for t in first), leaves)
+    )
 
 
 def check_second(call, inputs, steps):
@@ -169,7 +202,8 @@ def check_second(call, inputs, steps):
     along = sum((g * s).sum() for g, s in zip(first(leaves, create_graph=True), steps, strict=True))
     found = torch.autograd.grad(along, leaves)
     ahead, behind = (
-        first([(t + sign * 1e-6 * s).requires_grad_() for t, s in zip(inputs, steps, strict=True)]) for sign in (1, -1)
+        first([(t + sign * 1e-6 * s).requires_grad_() for t, s in zip(inputs, steps, strict=True)])
+        for sign in (1, -1)
     )
     for i, second in enumerate(found):
         near(second, (ahead[i] - behind[i]) / 2e-6, f"second derivative {i}")
@@ -191,7 +225,9 @@ def test_second_derivatives_of_a_score_from_outside():
             return slope * dot * dot
 
         shapes = [tensor(1, 2, 4, 8, seed=s, dtype=torch.float64) for s in range(30, 36)]
-        check_second(partial(F.scored_attention, score=steep, backend="reference"), shapes[:3], shapes[3:])
+        check_second(
+            partial(F.scored_attention, score=steep, backend="reference"), shapes[:3], shapes[3:]
+        )
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "einstein"])
@@ -204,7 +240,9 @@ def test_parameters_learn_alone_from_a_few_queries(backend, learned, aggregation
     for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
         number = torch.tensor([0.8, 1.3], dtype=dtype, requires_grad=True)
         vectors = (t.to(dtype) for t in (q, k, v))
-        out = F.hyperbolic_attention(*vectors, **{learned: number}, aggregation=aggregation, backend=name)
+        out = F.hyperbolic_attention(
+            *vectors, **{learned: number}, aggregation=aggregation, backend=name
+        )
         found += torch.autograd.grad(out.cos().sum(), number)
     near(found[0], found[1], learned)
 
@@ -221,18 +259,29 @@ def test_masks_that_are_added_learn(name, shape):
         found += torch.autograd.grad(out.square().sum(), mask)
     near(found[0], found[1], "mask")
     step = tensor(*shape, seed=33, dtype=torch.float64)
-    call = lambda mask: FUNCTIONS[name](*(t.double() for t in (q, k, v)), attn_mask=mask).square().sum()
+    call = lambda mask: (
+        FUNCTIONS[name](*(t.double() for t in (q, k, v)), attn_mask=mask).square().sum()
+    )
     if name != "hsa key":  # whose choice of blocks jumps, and whose masks are averaged over them
-        near((found[1] * step).sum(), difference(call, [torch.zeros(shape)], [step]), "along a step")
+        near(
+            (found[1] * step).sum(), difference(call, [torch.zeros(shape)], [step]), "along a step"
+        )
 
 
 def test_hsa_with_tied_queries_refuses_a_mask_that_learns():
     (q, k, v), _ = inputs(20, 20)
     mask = torch.zeros(20, 20, requires_grad=True)
-    with pytest.raises(ValueError, match="tying='both' was called with a mask that wants a gradient"):
+    with pytest.raises(
+        ValueError, match="tying='both' was called with a mask that wants a gradient"
+    ):
         FUNCTIONS["hsa both"](q, k, v, attn_mask=mask)
     with torch.no_grad():
-        assert_close(FUNCTIONS["hsa both"](q, k, v, attn_mask=mask), FUNCTIONS["hsa both"](q, k, v), 1e-6, "output")
+        assert_close(
+            FUNCTIONS["hsa both"](q, k, v, attn_mask=mask),
+            FUNCTIONS["hsa both"](q, k, v),
+            1e-6,
+            "output",
+        )
 
 
 @pytest.mark.parametrize("batch, n, m", [(0, 5, 5), (1, 0, 5), (1, 5, 0), (1, 0, 0)])

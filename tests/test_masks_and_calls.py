@@ -125,7 +125,9 @@ def test_packed_texts_give_what_each_alone_gives(mechanism, data):
 @given(data=st.data())
 def test_calls_in_half_precision(dtype, data):
     """Mechanisms that choose keys by their scores are left out: rounding may choose others."""
-    mechanism = data.draw(st.sampled_from([name for name in MECHANISMS if name not in CHOOSING]), "mechanism")
+    mechanism = data.draw(
+        st.sampled_from([name for name in MECHANISMS if name not in CHOOSING]), "mechanism"
+    )
     talks = data.draw(st.lists(draw_talks("llama", mechanism), min_size=1, max_size=2), "talks")
     engine = data.draw(st.sampled_from(ENGINES), "engine")
     hold_in_turn("llama", mechanism, engine, talks, dtype, HALF[dtype])
@@ -134,7 +136,9 @@ def test_calls_in_half_precision(dtype, data):
 def hold_in_turn(host, mechanism, engine, talks, dtype, share):
     """Hold talks on one model, a call of each in turn, and compare with each text alone."""
     model = ha.set_backend(make_model(host, mechanism, dtype), engine)
-    check = check_against_alone(host, mechanism, dtype, share, (mechanism, host, engine, str(dtype)))
+    check = check_against_alone(
+        host, mechanism, dtype, share, (mechanism, host, engine, str(dtype))
+    )
     kinds = set().union(*(kinds_of(host, engine, talk) for talk in talks))
     try:
         for _ in zip_longest(*(hold_talk(model, talk, check) for talk in talks)):

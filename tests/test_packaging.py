@@ -55,7 +55,9 @@ def tree(tmp_path_factory):
 def archive(tree, tmp_path_factory):
     """The unpacked source archive."""
     folder = tmp_path_factory.mktemp("sdist")
-    place = folder / "unpacked"  # by tar itself: Python before 3.11.4 cannot be asked for safe members
+    place = (
+        folder / "unpacked"
+    )  # by tar itself: Python before 3.11.4 cannot be asked for safe members
     place.mkdir()
     subprocess.run(["tar", "xzf", str(build("sdist", tree, folder)), "-C", str(place)], check=True)
     (inner,) = place.iterdir()
@@ -75,7 +77,15 @@ def site(wheel, tmp_path_factory):
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--no-deps",
+        "--no-index",
+    ]
     subprocess.run([*pip, "--quiet", "--target", str(folder), str(wheel)], check=True)
     return folder
 
@@ -92,7 +102,9 @@ def use(site: Path, code: str, **more: str) -> str:
 def test_wheel_holds_the_packages_and_no_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
+    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(
+        *(files_in(ROOT / p, ROOT) for p in PACKAGES)
+    )
     assert held == expected
 
 
@@ -106,7 +118,11 @@ def test_source_archive_holds_what_is_run_from_a_checkout(archive, tree):
 
 def test_notes_of_a_release():
     said = subprocess.run(
-        [sys.executable, "release.py", "--notes"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "release.py", "--notes"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     section = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
     assert said.stdout.strip() == section.partition("\n")[2].strip()
@@ -115,9 +131,20 @@ def test_notes_of_a_release():
 def test_workflows_call_make_targets():
     """The public CI runs what anybody runs: targets of the Makefile, and actions of GitHub alone."""
     makefile = (ROOT / "Makefile").read_text()
-    text = "\n".join(path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")))
+    text = "\n".join(
+        path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    )
     targets = re.findall(r"run: make ([a-z-]+)", text)
-    assert {"lint", "types", "test", "test-lowest", "test-docs", "test-more", "docs", "release"} <= set(targets)
+    assert {
+        "lint",
+        "types",
+        "test",
+        "test-lowest",
+        "test-docs",
+        "test-more",
+        "docs",
+        "release",
+    } <= set(targets)
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
     assert all(action.startswith("actions/") for action in re.findall(r"uses: (\S+)", text))
     assert not re.findall(r"https?://", text)
@@ -131,7 +158,9 @@ def test_metadata(wheel):
         assert name.replace("METADATA", "licenses/LICENSE") in archive.namelist()
     for line in ("Name: hf-hyperattn", "License-Expression: Apache-2.0", "Requires-Python: >=3.10"):
         assert line in metadata.splitlines()
-    extras = {line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")}
+    extras = {
+        line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")
+    }
     assert extras == {
         "cpu",
         "plots",
@@ -202,12 +231,17 @@ def prebuilt_site(prebuilt_wheel, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # 20 s of one core a level
 def test_the_prebuilt_wheel_holds_kernels_and_the_plain_one_none(prebuilt_wheel, archive, tmp_path):
-    assert prebuilt_wheel.name.split("-")[2:4] == ["py3", "none"] and "manylinux_2_" in prebuilt_wheel.name
+    assert (
+        prebuilt_wheel.name.split("-")[2:4] == ["py3", "none"]
+        and "manylinux_2_" in prebuilt_wheel.name
+    )
     with zipfile.ZipFile(prebuilt_wheel) as held:
         names = {name for name in held.namelist() if ".dist-info/" not in name}
     files = ("manifest.json", *(f"{level}.so" for level in native.OF_MACHINES["x86_64"]))
     kernels = {f"hf_hyperattn/engines/prebuilt/{name}" for name in files}
-    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
+    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(
+        *(files_in(ROOT / p, ROOT) for p in PACKAGES)
+    )
     assert names == expected | kernels
     plain = build("wheel", archive, tmp_path / "plain")  # from the same folder
     assert plain.name.endswith("-py3-none-any.whl")
@@ -288,7 +322,11 @@ print(carried.level)
 @pytest.mark.parametrize("level", ["1", *LEVELS])
 def test_the_prebuilt_wheel_computes_without_a_compiler(prebuilt_site, tmp_path, level):
     """Forward, a training step, decoding and key-tied attention, each on the compiled engine."""
-    alone = {"CXX": "/nonexistent", "PATH": str(tmp_path), "HF_HYPERATTN_BUILD_DIR": str(tmp_path / "built")}
+    alone = {
+        "CXX": "/nonexistent",
+        "PATH": str(tmp_path),
+        "HF_HYPERATTN_BUILD_DIR": str(tmp_path / "built"),
+    }
     said = use(prebuilt_site, WORK, HF_HYPERATTN_NATIVE=level, **alone).split()
     assert said == [level] if level != "1" else said[0] in LEVELS
 
@@ -296,7 +334,9 @@ def test_the_prebuilt_wheel_computes_without_a_compiler(prebuilt_site, tmp_path,
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not shutil.which(CROSS), reason=f"needs {CROSS}")
-def test_a_wheel_for_aarch64_is_made_by_a_cross_compiler_and_computes(archive, tmp_path, monkeypatch):
+def test_a_wheel_for_aarch64_is_made_by_a_cross_compiler_and_computes(
+    archive, tmp_path, monkeypatch
+):
     """Under emulation, where HF_HYPERATTN_AARCH64_PYTHON is a Python of AArch64 with what the package needs."""
     monkeypatch.setenv("CXX", CROSS)
     wheel = build("wheel", archive, tmp_path, CARRIED)
@@ -307,9 +347,14 @@ def test_a_wheel_for_aarch64_is_made_by_a_cross_compiler_and_computes(archive, t
     python = os.environ.get("HF_HYPERATTN_AARCH64_PYTHON")
     if not python:
         pytest.skip("built; not used: HF_HYPERATTN_AARCH64_PYTHON names no Python of AArch64")
-    environment = {"PYTHONPATH": str(tmp_path / "site"), "HF_HYPERATTN_BUILD_DIR": str(tmp_path / "built")}
+    environment = {
+        "PYTHONPATH": str(tmp_path / "site"),
+        "HF_HYPERATTN_BUILD_DIR": str(tmp_path / "built"),
+    }
     environment |= {"PATH": os.environ["PATH"], "CXX": "/nonexistent"}
-    done = subprocess.run([python, "-c", WORK], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, "-c", WORK], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.split() == ["armv8"], done.stdout + done.stderr
 
 
@@ -317,10 +362,14 @@ def test_a_wheel_for_aarch64_is_made_by_a_cross_compiler_and_computes(archive, t
 def test_the_wheel_carries_every_score_of_the_package():
     code = "import prebuild, json; print(json.dumps(sorted(prebuild.recorded())))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HYPERATTN_NATIVE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     keys = json.loads(done.stdout.splitlines()[-1])
     held = {name.strip("*^") for key in keys for name in key.split("+")}
-    own = {name for name, term in TERMS.items() if type(term).__module__.startswith("hf_hyperattn.")}
+    own = {
+        name for name, term in TERMS.items() if type(term).__module__.startswith("hf_hyperattn.")
+    }
     assert held == {
         name for name in own if ":" not in name
     }  # weighted ones, of multiple kernel learning, are compiled
@@ -341,7 +390,9 @@ def requirements():
     """Direct dependencies, those of extras too."""
     project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
-    return {canonicalize_name(r.name): r for r in map(Requirement, wanted) if r.name != "hf-hyperattn"}
+    return {
+        canonicalize_name(r.name): r for r in map(Requirement, wanted) if r.name != "hf-hyperattn"
+    }
 
 
 def test_what_is_tested_is_allowed(requirements):

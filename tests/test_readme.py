@@ -109,7 +109,10 @@ def test_every_block_of_python_is_among_these(ran):
 def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
     commands = build_parser()._subparsers._group_actions[0].choices
-    pages = [README, *(p.read_text() for p in [ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])]
+    pages = [
+        README,
+        *(p.read_text() for p in [ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]),
+    ]
     scripts = [script.replace("\\\n", " ") for page in pages for script in blocks("bash", page)]
     whole = [line.split("#")[0] for script in scripts for line in script.splitlines()]
     named = [line for page in pages for line in re.findall(r"`(make [^`]+|hyperattn [^`]+)`", page)]
@@ -124,7 +127,9 @@ def test_commands_exist():
             build_parser().parse_args(command[1:])
         elif command[0] == "hyperattn":
             options = commands[command[1]]._option_string_actions
-            assert not [word for word in command[2:] if word.startswith("-") and word not in options], command
+            assert not [
+                word for word in command[2:] if word.startswith("-") and word not in options
+            ], command
 
 
 def test_files_exist():
@@ -143,7 +148,11 @@ def test_the_recipe_that_the_demo_names_exists():
 
 def test_the_table_of_mechanisms_is_true():
     section = README.split("## Mechanisms")[1].split("\n## ")[0]
-    rows = dict(re.findall(r"^\| \[(\w+)\]\(docs/\1\.md\) \|.*\| ([^|]*) \| [^|]* \|$", section, re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| \[(\w+)\]\(docs/\1\.md\) \|.*\| ([^|]*) \| [^|]* \|$", section, re.MULTILINE
+        )
+    )
     known = {mechanism["name"]: mechanism for mechanism in ha.list_mechanisms()}
     assert rows.keys() == known.keys()
     found = re.findall(r"^- \*(\w+)\*:", section, re.MULTILINE)

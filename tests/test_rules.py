@@ -44,4 +44,6 @@ def test_its_name_cannot_be_taken():
 def test_an_unknown_rule_is_refused_with_all_names():
     names = ".*".join(["clusters", "exact", "nested_windows", "pages", "vertical_slash", "window"])
     with pytest.raises(ValueError, match=f"'dozens' is unknown; allowed: .*{names}"):
-        ha.MechanismConfig.from_dict(json.loads(json.dumps(CONFIG | {"rules": [{"rule": "dozens"}]})))
+        ha.MechanismConfig.from_dict(
+            json.loads(json.dumps(CONFIG | {"rules": [{"rule": "dozens"}]}))
+        )

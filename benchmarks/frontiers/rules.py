@@ -54,7 +54,12 @@ class ExactTopK(SparseRule):
 def is_pages(rule: Any, summary: str, query: str) -> bool:
     """Whether a rule is of pages of 16 that are chosen so."""
     rule = getattr(rule, "rule", None)
-    return isinstance(rule, Pages) and (rule.summary, rule.query, rule.page, rule.channels) == (summary, query, 16, 1)
+    return isinstance(rule, Pages) and (rule.summary, rule.query, rule.page, rule.channels) == (
+        summary,
+        query,
+        16,
+        1,
+    )
 
 
 def is_sparq(rule: SparseRule) -> bool:
@@ -93,7 +98,13 @@ METHODS: dict[str, Callable[[Any], bool]] = {
     "exact top-k": is_named("exact_top_k"),
 }
 #: Methods that choose from rules of several others.
-COLLECTIONS = ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED, "retrieval heads")
+COLLECTIONS = (
+    "all rules",
+    "rules with a kernel",
+    "rules with a kernel and SparQ",
+    HEALED,
+    "retrieval heads",
+)
 #: What an allocation by head is changed to before it is run: (method, rule -> rule).
 ABLATIONS: dict[str, Callable[[Any], Any]] = {
     "HSA, blocks dropped": lambda rule: replace(rule, block_bias=-math.inf),
@@ -110,15 +121,23 @@ def as_run(allocation: Allocation) -> Allocation:
 
     def of(rule: Any) -> Any:
         exact = is_named("exact_top_k")(rule)
-        return SparseHeadRule(Pages(1, 0, 1, rule.rule.top - 1, "mean", "own", 1)) if exact else rule
+        return (
+            SparseHeadRule(Pages(1, 0, 1, rule.rule.top - 1, "mean", "own", 1)) if exact else rule
+        )
 
-    return replace(allocation, layers={name: tuple(map(of, rules)) for name, rules in allocation.layers.items()})
+    return replace(
+        allocation,
+        layers={name: tuple(map(of, rules)) for name, rules in allocation.layers.items()},
+    )
 
 
 @cache
 def candidates(length: int) -> list[Any]:
     """All rules that are measured; those of one class are beside each other. Their shares take a while to count."""
-    top = [ExactTopK(max(1, int(length * share))) for share in (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25)]
+    top = [
+        ExactTopK(max(1, int(length * share)))
+        for share in (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25)
+    ]
     windows = [Window(near, sparse.SINKS) for near in sparse.NEAR if near <= length / 2]
     rules = [*windows, *pages(length), *more_rules(length), *RETRIEVAL, *top]
     return [*hsa.candidates(length), *map(SparseHeadRule, dict.fromkeys(rules))]
@@ -128,8 +147,15 @@ def pages(length: int) -> list[Pages]:
     """Pages of 16 and of 4, single keys that each query finds by a part of its channels, or that 16 queries share."""
     bounds, shared, mean = ("bounds", "own"), ("bounds", "previous"), ("mean", "own")
     if length < 8192:
-        first = [(1, "mean", "previous"), *((size, *kind) for size in (4, 16) for kind in (bounds, shared, mean))]
-        near, opened, sparq = (16, 64, 256), (64, 128, 256, 512, 1024), (32, 64, 128, 256, 512, 1024)
+        first = [
+            (1, "mean", "previous"),
+            *((size, *kind) for size in (4, 16) for kind in (bounds, shared, mean)),
+        ]
+        near, opened, sparq = (
+            (16, 64, 256),
+            (64, 128, 256, 512, 1024),
+            (32, 64, 128, 256, 512, 1024),
+        )
     else:  # a rule takes a minute to measure there
         first = [(1, "mean", "previous"), (4, *bounds)]
         near, opened, sparq = (16, 64), (64, 128, 256, 512, 1024, 2048), (64, 128, 256, 512, 1024)
@@ -144,7 +170,9 @@ def pages(length: int) -> list[Pages]:
     rivals = [
         Pages(n, 4, 16, tokens // 16, *kind)
         for n in ((16, 64, 256) if length < 8192 else (64, 256))
-        for tokens in ((16, 32, 64, 128, 256, 512, 1024) if length < 8192 else (64, 128, 256, 512, 1024))
+        for tokens in (
+            (16, 32, 64, 128, 256, 512, 1024) if length < 8192 else (64, 128, 256, 512, 1024)
+        )
         for kind in (bounds, shared, mean)
         if n + tokens < length / 2
     ]
@@ -172,9 +200,15 @@ def more_rules(length: int) -> list[SparseRule]:
         for n in (16, 64, 128, 256)
         if 2 * n + near < length / 2
     ]
-    slashes = [VerticalSlash(near, 4, n, n, every=min(512, length // 8), measured=16) for near, n in sizes]
+    slashes = [
+        VerticalSlash(near, 4, n, n, every=min(512, length // 8), measured=16) for near, n in sizes
+    ]
     options: Any = {"segment": length // 16, "rounds": 2, "query": "previous"}
-    clusters = [Clusters(64, 4, top=top, **options) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
+    clusters = [
+        Clusters(64, 4, top=top, **options)
+        for top in (2, 4, 8, 16, 32)
+        if 64 + 16 * top < length / 2
+    ]
     trees = [
         NestedWindows(windows, near, 4, top, summary, query)
         for windows in ((4, 16, 64), (16, 64))

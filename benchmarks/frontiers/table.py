@@ -45,11 +45,22 @@ def short_table(result: dict) -> str:
     """A Markdown table of perplexity alone, of the rows that answer most questions."""
     measured = {cell.key: rise for length in BUDGETS for cell, _, rise in rows_of(result, length)}
     said = [f"{length:,} tokens, {budget:.0%}" for length, budget in IN_SHORT]
-    lines = ["| perplexity rises by | | " + " | ".join(said) + " |", "|" + " --- |" * (2 + len(said))]
+    lines = [
+        "| perplexity rises by | | " + " | ".join(said) + " |",
+        "|" + " --- |" * (2 + len(said)),
+    ]
     for method, kind in ROWS_IN_SHORT:
-        rises = [measured.get(Cell(length, method, kind, budget).key) for length, budget in IN_SHORT]
-        of = lambda rise: f"{statistics.mean(rise.values()):.2%} ± {statistics.stdev(rise.values()):.2%}"
-        lines.append(f"| {method} | {kind} | " + " | ".join(of(rise) if rise else "" for rise in rises) + " |")
+        rises = [
+            measured.get(Cell(length, method, kind, budget).key) for length, budget in IN_SHORT
+        ]
+        of = lambda rise: (
+            f"{statistics.mean(rise.values()):.2%} ± {statistics.stdev(rise.values()):.2%}"
+        )
+        lines.append(
+            f"| {method} | {kind} | "
+            + " | ".join(of(rise) if rise else "" for rise in rises)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -74,7 +85,10 @@ def table(result: dict, length: int) -> str:
     for cell, entry, rise in rows:
         values = [rise[name] for name in names]
         took = time_of(entry, stock)
-        tasks = [f"{found[0]:+.1%}" if (found := rise_of(entry, stock, t)) else "" for t in ("copying", "mixture")]
+        tasks = [
+            f"{found[0]:+.1%}" if (found := rise_of(entry, stock, t)) else ""
+            for t in ("copying", "mixture")
+        ]
         tasks.append(worst_task(entry, stock))
         lines.append("| " + " | ".join([
             f"{cell.budget:.0%}", cell.method, cell.kind, f"{entry['pairs']:.1%}",
@@ -97,7 +111,9 @@ def mixed_table(result: dict, length: int) -> str:
         found = [rise_of(entry, stock, task, "mixed") for task in tasks]
         if all(found):
             said = (f"{x:+.1%} ± {e:.1%}, {right(entry, t)}" for (x, e), t in zip(found, tasks))
-            lines.append(f"| {cell.budget:.0%} | {cell.method} | {cell.kind} | " + " | ".join(said) + " |")
+            lines.append(
+                f"| {cell.budget:.0%} | {cell.method} | {cell.kind} | " + " | ".join(said) + " |"
+            )
     return "\n".join(lines)
 
 
@@ -117,12 +133,22 @@ def figure_of(result: dict):
     lengths = [n for n in BUDGETS if rows_of(result, n)]
     figure = Figure(figsize=(6 * len(lengths), 6.5), layout="constrained")
     colours = dict(
-        zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "gold", "black", "magenta", "lime"], strict=True)
+        zip(
+            METHODS,
+            [*matplotlib.color_sequences["tab10"], "navy", "gold", "black", "magenta", "lime"],
+            strict=True,
+        )
     )
-    for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
+    for length, axes in zip(
+        lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True
+    ):
         for method, colour in colours.items():
             for kind, style in STYLES.items():
-                rows = [row for row in rows_of(result, length) if (row[0].method, row[0].kind) == (method, kind)]
+                rows = [
+                    row
+                    for row in rows_of(result, length)
+                    if (row[0].method, row[0].kind) == (method, kind)
+                ]
                 points = sorted((e["pairs"], 100 * statistics.mean(r.values())) for _, e, r in rows)
                 if points:
                     label = method if kind == "by head" else f"{method}, {kind}"
@@ -141,7 +167,9 @@ def draw(result: dict) -> None:
     """The tables into docs/frontier.md, and docs/plots/frontier.svg."""
     page = ROOT / "docs" / "frontier.md"
     text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
-    parts = {"short": f"{short_table(result)}\n\n![Share of pairs against perplexity](plots/frontier.svg)"}
+    parts = {
+        "short": f"{short_table(result)}\n\n![Share of pairs against perplexity](plots/frontier.svg)"
+    }
     for length in lengths:
         mixed = mixed_table(result, length)
         parts[str(length)] = table(result, length) + (f"\n\n{MIXED}\n\n{mixed}" if mixed else "")

@@ -37,7 +37,9 @@ class Case:
         """The case in one line; the same in all result files."""
         shape = f"{self.batch}x{self.heads}x{self.length}x{self.dim}"
         place = f"{self.threads}t" if self.device == "cpu" else self.device
-        return f"{self.kind} {shape} {'causal' if self.causal else 'full'} {SHORT[self.dtype]} {place}"
+        return (
+            f"{self.kind} {shape} {'causal' if self.causal else 'full'} {SHORT[self.dtype]} {place}"
+        )
 
     @property
     def pairs(self) -> int:
@@ -65,7 +67,9 @@ def shape(kind: str, length: int, **rest) -> Case:
     return Case(kind, length, **{"batch": batch, "heads": heads} | rest)
 
 
-def jobs(ways: dict[str, list[str]], models: dict[str, list[str]], device: str, full: bool) -> list[Job]:
+def jobs(
+    ways: dict[str, list[str]], models: dict[str, list[str]], device: str, full: bool
+) -> list[Job]:
     """All jobs, the most important first and none twice.
 
     Args:

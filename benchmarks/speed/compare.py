@@ -27,8 +27,16 @@ def slowdowns(base: dict[str, dict], rows: dict[str, dict]) -> list[str]:
 
 def lost_shares(base: dict[str, dict], rows: dict[str, dict]) -> list[str]:
     """A line for each row of both whose share of what a core multiplies is 5 % smaller now."""
-    shared = [(key, old["share"], rows[key]["share"]) for key, old in base.items() if "share" in old and key in rows]
-    return [f"{key}: {old:.1%} -> {new:.1%} of the peak" for key, old, new in shared if new < (1 - LEAST) * old]
+    shared = [
+        (key, old["share"], rows[key]["share"])
+        for key, old in base.items()
+        if "share" in old and key in rows
+    ]
+    return [
+        f"{key}: {old:.1%} -> {new:.1%} of the peak"
+        for key, old, new in shared
+        if new < (1 - LEAST) * old
+    ]
 
 
 def summary(base: dict[str, dict], rows: dict[str, dict]) -> tuple[str, bool]:

@@ -20,7 +20,9 @@ from .operations import OPERATIONS
 
 LEAST = 2e-3  # seconds of one sample: shorter calls are repeated
 MOST_ROUNDS, FEWEST_ROUNDS = 40, 3
-PROBED = 2**26  # pairs above which a smaller case tells first what memory and time this one would take
+PROBED = (
+    2**26
+)  # pairs above which a smaller case tells first what memory and time this one would take
 SAMPLED = 16  # rows that are compared with the definition
 
 
@@ -126,7 +128,9 @@ def errors(job: Job, tensors: list[torch.Tensor]) -> tuple[float, float | None]:
     Some rows are compared. A gradient that reaches only those makes the gradients of all keys and values exact too.
     """
     case, (q, k, v, gradient) = job.case, tensors
-    rows = torch.linspace(0, q.shape[2] - 1, min(SAMPLED, q.shape[2]), device=q.device).long().unique()
+    rows = (
+        torch.linspace(0, q.shape[2] - 1, min(SAMPLED, q.shape[2]), device=q.device).long().unique()
+    )
     places = rows + (k.shape[2] - q.shape[2])
     training = case.kind == "training"
     exact = [t.detach().double().requires_grad_(training) for t in (q[:, :, rows], k, v)]

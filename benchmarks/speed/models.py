@@ -87,7 +87,9 @@ def measure_model(job: Job, seconds: float) -> dict:
     torch.set_num_threads(job.case.threads)
     row = blank(job)
     row["limit"] = MODELS[job.subject].limits.get(job.case.kind) if job.way == "cone" else None
-    ids = torch.randint(1000, 20000, (job.case.batch, job.case.length), generator=torch.manual_seed(0))
+    ids = torch.randint(
+        1000, 20000, (job.case.batch, job.case.length), generator=torch.manual_seed(0)
+    )
     row["error"] = error(job, ids[:1, :MATCHED])
     if not row["error"] <= TOLERANCE:
         return row | {"status": "mismatch"}

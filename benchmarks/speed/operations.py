@@ -72,7 +72,9 @@ class Operation:
 
 def usable(engine: str) -> bool:
     """Whether the engine runs on what is measured here: kernels for a GPU are not timed in an interpreter."""
-    return torch.cuda.is_available() == (engine == "triton") if engine in ("triton", "cpu") else True
+    return (
+        torch.cuda.is_available() == (engine == "triton") if engine in ("triton", "cpu") else True
+    )
 
 
 def plain(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False):
@@ -134,7 +136,9 @@ OPERATIONS = {
         peers={"naive cdist": peers.cdist_umbral, "flex": peers.flex_umbral},
         limits=limits(1.05, 1.05, (1.5, 1.5), 1.0, bf16=(1.10, 1.20)),
     ),
-    "penumbral": Operation("cone, penumbral", cone("penumbral"), limits=limits(1.15, 1.15, (2.0, 2.0))),
+    "penumbral": Operation(
+        "cone, penumbral", cone("penumbral"), limits=limits(1.15, 1.15, (2.0, 2.0))
+    ),
     "blend": Operation("dot product + cone", blended, limits=limits(1.15, 1.15, (2.0, 2.0))),
     "squared_lorentz": Operation(
         "squared Lorentz", hyperbolic("squared_lorentz", "mean"), limits=limits(1.15, 1.15, ())
@@ -145,11 +149,15 @@ OPERATIONS = {
         peers={"flex": peers.flex_geodesic},
         limits=limits(1.25, 1.20, (2.0, 2.0)),
     ),
-    "geodesic+einstein": Operation("geodesic, Einstein midpoint", hyperbolic("geodesic", "einstein")),
+    "geodesic+einstein": Operation(
+        "geodesic, Einstein midpoint", hyperbolic("geodesic", "einstein")
+    ),
     "squared_lorentz+einstein": Operation(
         "squared Lorentz, Einstein midpoint", hyperbolic("squared_lorentz", "einstein")
     ),
-    "hype": Operation("HyPE", hype, peers={"dense mask": peers.dense_hype}, limits=limits(1.10, 1.10, (1.15, 1.2))),
+    "hype": Operation(
+        "HyPE", hype, peers={"dense mask": peers.dense_hype}, limits=limits(1.10, 1.10, (1.15, 1.2))
+    ),
     "hype columns": Operation("HyPE as columns", hype, engines=("sdpa",)),
     "dot": Operation("dot product", plain, engines=ORDER, peers={"eager": peers.eager}),
 }

@@ -22,7 +22,9 @@ def draw() -> int:
     results = [json.loads(file.read_text()) for file in files]
     text, (begin, end) = page.read_text(), ("<!-- results -->", "<!-- /results -->")
     before, after = text.split(begin)[0], text.split(end)[1]
-    page.write_text(f"{before}{begin}\n{''.join(section(r) for r in results)}{sparse()}{end}{after}")
+    page.write_text(
+        f"{before}{begin}\n{''.join(section(r) for r in results)}{sparse()}{end}{after}"
+    )
     plot(results[0]["rows"], DOCS / "plots" / "performance.svg")
     print(f"wrote {page} from {', '.join(f.name for f in files)}")
     return 0
@@ -30,7 +32,9 @@ def draw() -> int:
 
 def sparse() -> str:
     """What benchmarks/sparse.py has measured; "" where it was not run."""
-    results = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("sparse*.json"), reverse=True)]
+    results = [
+        json.loads(file.read_text()) for file in sorted(FOLDER.glob("sparse*.json"), reverse=True)
+    ]
     return "## Sparse rules by head\n\n" + "\n".join(map(sparse_table, results)) if results else ""
 
 
@@ -41,11 +45,21 @@ def sparse_table(result: dict) -> str:
         products = f"{r['rate']:.0f} GF/s" if "rate" in r else ""
         error = f"{r['error']:.0e}" if "error" in r else ""
         ratios = [f"{r[over]:.2f}" for over in ("over_sdpa", "over_dense")]
-        held = f", {r['bytes']['sparse'] / r['bytes']['sdpa']:.2f} of the bytes" if "bytes" in r else ""
-        lines.append([r["kind"] + held, f"{r['length']:,}", f"{r['pairs']:.0%}", *ratios, products, error])
+        held = (
+            f", {r['bytes']['sparse'] / r['bytes']['sdpa']:.2f} of the bytes"
+            if "bytes" in r
+            else ""
+        )
+        lines.append(
+            [r["kind"] + held, f"{r['length']:,}", f"{r['pairs']:.0%}", *ratios, products, error]
+        )
     header = ["", "tokens", "pairs", "over SDPA", "over our dense kernel", "visible pairs", "error"]
     chosen, layers = result["arguments"].get("chosen"), result["arguments"]["layers"]
-    of = "the rules that `frontier.py` gives SmolLM2-135M" if chosen else f"models of {layers} layers"
+    of = (
+        "the rules that `frontier.py` gives SmolLM2-135M"
+        if chosen
+        else f"models of {layers} layers"
+    )
     chip = result.get("processor", where["chip"])
     about = (
         f"{chip}, torch {where['torch']}, {where['date']}, 1 thread, CPU time, the lowest of rounds; other work ran "
@@ -78,7 +92,9 @@ def bars(chip: str) -> list[str]:
     """What `bars.py --save` has measured on this chip, as tables; none where it was not run."""
     results = [json.loads(file.read_text()) for file in FOLDER.glob("bars-*.json")]
     rows = next((list(r["rows"].values()) for r in results if r["environment"]["chip"] == chip), [])
-    peak, single, model = ([r for r in rows if r["key"].startswith(what)] for what in ("peak ", "decode ", "model "))
+    peak, single, model = (
+        [r for r in rows if r["key"].startswith(what)] for what in ("peak ", "decode ", "model ")
+    )
     shares = grid(["", "GF/s", "a core multiplies", "share", "over SDPA"], [
         [f"{r['dtype']}, {r['shape']}, {KIND_TITLES[r['kind']]}, {OPERATIONS[r['score']].title}",
          f"{r['rate']:.0f}", f"{r['most']:.0f}", f"{r['share']:.0%}", f"{r['ratio']:.2f}"] for r in peak
@@ -86,7 +102,9 @@ def bars(chip: str) -> list[str]:
     names = lambda found: [[r["what"], f"{r['ratio']:.2f}"] for r in found]
     tables = {
         "Share of what a core multiplies, 2,048 tokens, 4 heads, 1 thread; time over SDPA's": shares,
-        "Decoding, 8,192 keys, the lowest times (`bars.py decode`)": grid(["", "over SDPA"], names(single)),
+        "Decoding, 8,192 keys, the lowest times (`bars.py decode`)": grid(
+            ["", "over SDPA"], names(single)
+        ),
         "Models of SmolLM2's shape, 2,048 tokens, training 512, the lowest times (`bars.py model`)": grid(
             ["", "over stock"], names(model)
         ),
@@ -142,7 +160,9 @@ def held(threads: int):
                 found = [best(rows, name, shape(kind, n, threads=threads)) for n in LENGTHS_HELD]
                 limit = operation.limits.get("cpu float32", ())[kind == "training" :][:1]
                 engine = engine or next((r["way"] for r in found if r), "")
-                line += [cell(r) for r in found] + [f"{limit[0]:.2f}" if limit and any(found) else ""]
+                line += [cell(r) for r in found] + [
+                    f"{limit[0]:.2f}" if limit and any(found) else ""
+                ]
             lines.append([line[0], engine, *line[1:]])
         return grid(header, lines)
 
@@ -175,7 +195,10 @@ def gpu_ways(rows):
     lines = []
     for name, operation in OPERATIONS.items():
         for way in ("triton", "sdpa", "blockwise", *operation.peers):
-            found = [rows.get(f"{name} | {way} | {gpu_case(kind, 2048, 64, True).key}") for kind in KIND_TITLES]
+            found = [
+                rows.get(f"{name} | {way} | {gpu_case(kind, 2048, 64, True).key}")
+                for kind in KIND_TITLES
+            ]
             lines.append([f"{operation.title}, {way}", *[cell(r, memory=True) for r in found]])
     return grid(["", *KIND_TITLES.values()], lines)
 
@@ -196,11 +219,18 @@ def over_cases(title: str, cases: dict[str, dict], names=tuple(OPERATIONS), memo
     """A table of operations by the winning engine over some cases, forward and training."""
 
     def table(rows):
-        header = [title, *[f"{KIND_TITLES[k]} {OPERATIONS[n].title}" for n in names for k in KIND_TITLES]]
+        header = [
+            title,
+            *[f"{KIND_TITLES[k]} {OPERATIONS[n].title}" for n in names for k in KIND_TITLES],
+        ]
         lines = [
             [
                 label,
-                *[cell(best(rows, n, shape(kind, **given)), memory) for n in names for kind in KIND_TITLES],
+                *[
+                    cell(best(rows, n, shape(kind, **given)), memory)
+                    for n in names
+                    for kind in KIND_TITLES
+                ],
             ]
             for label, given in cases.items()
         ]
@@ -215,10 +245,15 @@ def by_operation(given: dict[str, dict], kinds=tuple(KIND_TITLES), memory=False)
     def table(rows):
         columns = [(label, case, kind) for label, case in given.items() for kind in kinds]
         lines = [
-            [op.title, *[cell(best(rows, name, Case(kind, **case)), memory) for _, case, kind in columns]]
+            [
+                op.title,
+                *[cell(best(rows, name, Case(kind, **case)), memory) for _, case, kind in columns],
+            ]
             for name, op in OPERATIONS.items()
         ]
-        return grid(["", *[f"{KIND_TITLES.get(kind, kind)}{label}" for label, _, kind in columns]], lines)
+        return grid(
+            ["", *[f"{KIND_TITLES.get(kind, kind)}{label}" for label, _, kind in columns]], lines
+        )
 
     return table
 
@@ -239,7 +274,9 @@ def models(rows):
 
 def unmeasured(rows):
     """The table of what could not be measured, and why."""
-    lines = [[key.replace("|", ","), row["status"]] for key, row in rows.items() if row["status"] != "ok"]
+    lines = [
+        [key.replace("|", ","), row["status"]] for key, row in rows.items() if row["status"] != "ok"
+    ]
     return grid(["", "why"], lines)
 
 
@@ -249,7 +286,8 @@ TABLES = {
     "Held to, float32, d = 64, 1 thread": held(1),
     "Held to, float32, d = 64, 2 threads": held(2),
     "Decoding: one query against 8,192 keys, 8 heads; umbral is held to 1.00": by_operation(
-        {f", {t} thread{'s' * (t > 1)}": {"length": 8192, "threads": t} for t in (1, 2)}, ("decode",)
+        {f", {t} thread{'s' * (t > 1)}": {"length": 8192, "threads": t} for t in (1, 2)},
+        ("decode",),
     ),
     "GPU, bfloat16, d = 64; SDPA's FlashAttention is 1": gpu(64),
     "GPU, bfloat16, d = 128; SDPA's FlashAttention is 1": gpu(128),
@@ -258,11 +296,19 @@ TABLES = {
         {"": {"length": 8192, "dtype": "bfloat16", "device": "cuda"}}, ("decode",)
     ),
     "Whole models by name": models,
-    "Extra memory at length 8,192, 8 heads": by_operation({"": {"length": 8192}}, ("training",), True),
+    "Extra memory at length 8,192, 8 heads": by_operation(
+        {"": {"length": 8192}}, ("training",), True
+    ),
     "All ways at length 2,048, 8 heads, 1 thread": ways,
-    "bfloat16, 1 thread": by_operation({f" {n}": s | {"dtype": "bfloat16"} for n, s in SHAPES.items()}),
-    "Causal, float32, 1 thread": by_operation({f" {n}": s | {"causal": True} for n, s in SHAPES.items()}),
-    "By length": over_cases("length", {str(n): {"length": n} for n in LENGTHS}, ("umbral", "dot"), True),
+    "bfloat16, 1 thread": by_operation(
+        {f" {n}": s | {"dtype": "bfloat16"} for n, s in SHAPES.items()}
+    ),
+    "Causal, float32, 1 thread": by_operation(
+        {f" {n}": s | {"causal": True} for n, s in SHAPES.items()}
+    ),
+    "By length": over_cases(
+        "length", {str(n): {"length": n} for n in LENGTHS}, ("umbral", "dot"), True
+    ),
     "By head dimension, length 2,048, 4 heads": over_cases(
         "d", {str(d): {"length": 2048, "dim": d, "heads": 4} for d in DIMS}, ("umbral", "geodesic")
     ),
@@ -285,18 +331,36 @@ def figure_of(rows: dict):
     figure = Figure(figsize=(11, 6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axis, kind in zip(panels, KIND_TITLES):
-        for colour, (name, operation) in zip(matplotlib.colormaps["tab20"].colors, OPERATIONS.items(), strict=False):
-            line(axis, operation.title, [(n, best(rows, name, shape(kind, n))) for n in LENGTHS], "o-", colour)
+        for colour, (name, operation) in zip(
+            matplotlib.colormaps["tab20"].colors, OPERATIONS.items(), strict=False
+        ):
+            line(
+                axis,
+                operation.title,
+                [(n, best(rows, name, shape(kind, n))) for n in LENGTHS],
+                "o-",
+                colour,
+            )
             for mark, peer in zip("x+*1", operation.peers):
                 found = [(n, rows.get(f"{name} | {peer} | {shape(kind, n).key}")) for n in LENGTHS]
                 line(axis, f"{operation.title}: {peer}", found, f"{mark}:", colour)
         axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set(xscale="log", yscale="log", xlabel="length", ylabel="time, SDPA = 1", title=KIND_TITLES[kind])
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="length",
+            ylabel="time, SDPA = 1",
+            title=KIND_TITLES[kind],
+        )
         measured = [n for n in LENGTHS if any(n in drawn.get_xdata() for drawn in axis.get_lines())]
         axis.set_xticks(measured, [str(n) for n in measured], rotation=45)
         axis.minorticks_off()
-        axis.set_yticks([0.5, 0.8, 1, 1.5, 2, 3, 5, 10], ["0.5", "0.8", "1", "1.5", "2", "3", "5", "10"])
-    drawn = {name: handle for axis in panels for handle, name in zip(*axis.get_legend_handles_labels())}
+        axis.set_yticks(
+            [0.5, 0.8, 1, 1.5, 2, 3, 5, 10], ["0.5", "0.8", "1", "1.5", "2", "3", "5", "10"]
+        )
+    drawn = {
+        name: handle for axis in panels for handle, name in zip(*axis.get_legend_handles_labels())
+    }
     figure.legend(drawn.values(), drawn, fontsize=7, ncols=4, loc="outside lower center")
     return figure
 

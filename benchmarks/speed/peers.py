@@ -16,7 +16,9 @@ def hidden(logits: Tensor, causal: bool) -> Tensor:
     if not causal:
         return logits
     n, m = logits.shape[-2:]
-    return logits.masked_fill(torch.ones(n, m, dtype=torch.bool, device=logits.device).triu(1), float("-inf"))
+    return logits.masked_fill(
+        torch.ones(n, m, dtype=torch.bool, device=logits.device).triu(1), float("-inf")
+    )
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -47,8 +49,12 @@ def dense_hype(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     m = k.shape[2]
     mu, tau = HypeConfig(max_length=m).start("sinh", q.shape[1])
     at = torch.arange(m, device=q.device)
-    bias = hype_bias(at[m - q.shape[2] :], at, mu=torch.tensor(mu), tau=torch.tensor(tau), form="sinh")
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, hidden(bias, causal).to(q.dtype))
+    bias = hype_bias(
+        at[m - q.shape[2] :], at, mu=torch.tensor(mu), tau=torch.tensor(tau), form="sinh"
+    )
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, hidden(bias, causal).to(q.dtype)
+    )
 
 
 @functools.cache
@@ -73,9 +79,15 @@ def flex(score, value: Tensor, causal: bool) -> Tensor:
     row, column, head = ([t.contiguous() for t in side] for side in term.numbers()[:3])
 
     def modified(dot, b, h, i, j):
-        return term.term.logits(dot, [t[b, h, i] for t in row], [t[b, h, j] for t in column], [t[h] for t in head])
+        return term.term.logits(
+            dot, [t[b, h, i] for t in row], [t[b, h, j] for t in column], [t[h] for t in head]
+        )
 
-    blocks = causal_blocks(score.query.shape[2], score.key.shape[2], value.device.type) if causal else None
+    blocks = (
+        causal_blocks(score.query.shape[2], score.key.shape[2], value.device.type)
+        if causal
+        else None
+    )
     return compiled_flex()(score.query, score.key, value.to(score.query.dtype), score_mod=modified,
                            block_mask=blocks, scale=1.0)  # fmt: skip
 

@@ -21,7 +21,9 @@ SAME = ("chip", "torch", "transformers")
 def machine(gpu: bool = True) -> dict:
     """Chip and versions; threads are said row by row. The chip is the GPU where there is one and `gpu`."""
     found = {k: v for k, v in environment().items() if k not in ("threads", "date")}
-    return found | {"chip": torch.cuda.get_device_name() if gpu and torch.cuda.is_available() else cpu()}
+    return found | {
+        "chip": torch.cuda.get_device_name() if gpu and torch.cuda.is_available() else cpu()
+    }
 
 
 def default_path(what: str = "attention", gpu: bool = True) -> Path:
@@ -35,10 +37,14 @@ def commit() -> str:
     root = FOLDER.parents[1]
 
     def git(*words):
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True
+        ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "hf_hyperattn"))
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(
+            git("status", "--porcelain", "hf_hyperattn")
+        )
     except OSError:
         return ""
 
@@ -55,7 +61,9 @@ class Store:
         self.result = {"environment": machine(gpu), "rows": {}}
         if path.exists() and not fresh:
             found = json.loads(path.read_text())
-            other = [k for k in SAME if found["environment"].get(k) != self.result["environment"][k]]
+            other = [
+                k for k in SAME if found["environment"].get(k) != self.result["environment"][k]
+            ]
             if other:
                 raise ValueError(
                     f"{path} was measured with another {', '.join(other)}; write elsewhere with --json, or start "

@@ -42,7 +42,9 @@ class Layer:
     weights: Tensor | None  # [H, N, N], as the model runs; None where a layer has none
     hyper: Any = None
     call: HostCall | None = None
-    values: dict[str, Tensor] = field(default_factory=dict)  # [H] by the mechanism's name and the value's
+    values: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # [H] by the mechanism's name and the value's
 
     def own(self) -> Tensor | None:
         """The weights of the host's own attention on the same queries and keys, [H, N, N]; None without a patch."""
@@ -91,7 +93,9 @@ def attention_report(
     if len(ids) < QUERIES:
         raise ValueError(f"ids holds {len(ids)} tokens; allowed: {QUERIES} or more")
     seen, states = run(base, ids)
-    numbers = [i for i, layer in enumerate(seen) if layer.call is not None] or list(range(len(seen)))
+    numbers = [i for i, layer in enumerate(seen) if layer.call is not None] or list(
+        range(len(seen))
+    )
     spread = sorted({numbers[i * (len(numbers) - 1) // (LAYERS - 1)] for i in range(LAYERS)})
     layers = checked("layers", layers, len(seen)) if layers is not None else spread
     spaced = torch.linspace(len(ids) / QUERIES, len(ids), QUERIES).long() - 1
@@ -105,7 +109,8 @@ def attention_report(
         "queries": queries,
         "layers": layers,
         "hosts": [
-            {key: layer.facts[key] for key in ("name", "heads", "kv_heads", "kind", "mechanisms")} for layer in seen
+            {key: layer.facts[key] for key in ("name", "heads", "kv_heads", "kind", "mechanisms")}
+            for layer in seen
         ],
         "values": {name: [plain(layer.values.get(name), 6) for layer in seen] for name in names},
         "entropy": summary(seen, own, entropy),
@@ -123,7 +128,9 @@ def run(base: Any, ids: Tensor) -> tuple[list[Layer], list[Tensor]]:
     def hook(_, arguments, name: str) -> None:
         calls[name] = arguments[0]
 
-    handles = [hyper.register_forward_pre_hook(partial(hook, name=name)) for name, hyper in hypers.items()]
+    handles = [
+        hyper.register_forward_pre_hook(partial(hook, name=name)) for name, hyper in hypers.items()
+    ]
     try:
         with evaluation_mode(base), torch.no_grad():
             tokens = ids[None].to(next(base.parameters()).device)
@@ -132,13 +139,20 @@ def run(base: Any, ids: Tensor) -> tuple[list[Layer], list[Tensor]]:
         for handle in handles:
             handle.remove()
     hosts, weights = describe(base)["hosts"], getattr(out, "attentions", None) or ()
-    if len(weights) != len(hosts) or not any(is_square(w, host, len(ids)) for w, host in zip(weights, hosts)):
+    if len(weights) != len(hosts) or not any(
+        is_square(w, host, len(ids)) for w, host in zip(weights, hosts)
+    ):
         raise ValueError(
             f"{type(base).__name__} has {len(hosts)} attention layers and returned the weights of {len(weights)}; "
             "allowed: a decoder or an encoder of one stack, loaded with attn_implementation='eager'"
         )
     layers = [
-        Layer(h, w[0].float() if is_square(w, h, len(ids)) else None, hypers.get(h["name"]), calls.get(h["name"]))
+        Layer(
+            h,
+            w[0].float() if is_square(w, h, len(ids)) else None,
+            hypers.get(h["name"]),
+            calls.get(h["name"]),
+        )
         for h, w in zip(hosts, weights)
     ]
     return layers, [state[0].float() for state in out.hidden_states]
@@ -153,7 +167,9 @@ def checked(name: str, numbers: Sequence[int], count: int) -> list[int]:
     """Numbers of things that are there, each once; ValueError names one that is not."""
     strange = [n for n in numbers if not -count <= n < count]
     if strange or not len(numbers):
-        raise ValueError(f"{name} has {strange[0] if strange else 'no number'}; allowed: 0 to {count - 1}")
+        raise ValueError(
+            f"{name} has {strange[0] if strange else 'no number'}; allowed: 0 to {count - 1}"
+        )
     return sorted({n % count for n in numbers})
 
 
@@ -216,7 +232,10 @@ def tree_likeness(state: Tensor) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, points in (("", state), ("control_", shuffled(state))):
         measured = hyperbolicity(points, size=4, draws=1, quadruples=QUADRUPLES)
-        numbers |= {f"{name}mean": round(measured.mean, 4), f"{name}error": round(measured.mean_error, 5)}
+        numbers |= {
+            f"{name}mean": round(measured.mean, 4),
+            f"{name}error": round(measured.mean_error, 5),
+        }
     return numbers
 
 
@@ -225,7 +244,10 @@ def details(layer: Layer, own: Tensor | None, number: int, queries: list[int]) -
     found: dict[str, Any] = {"layer": number, "attention": {}}
     for name, weights in (("model", layer.weights), ("own", own)):
         if weights is not None:
-            found["attention"][name] = {"map": plain(binned(weights)), "rows": plain(weights[:, queries])}
+            found["attention"][name] = {
+                "map": plain(binned(weights)),
+                "rows": plain(weights[:, queries]),
+            }
     if layer.call is not None and layer.layer("cone") is not None:
         found["cones"] = cones(layer.layer("cone"), layer.call)
     if layer.call is not None and layer.layer("hyperbolic") is not None:
@@ -247,14 +269,18 @@ def cones(part: Any, call: HostCall) -> dict[str, Any]:
     """The keys of every head as cones: height, place along the axis in which they vary most, and how many other tokens
     lie in each, by distances in all dimensions.
     """
-    gamma, radius = (torch.as_tensor(n, dtype=torch.float32).detach() for n in part.numbers(torch.float32))
+    gamma, radius = (
+        torch.as_tensor(n, dtype=torch.float32).detach() for n in part.numbers(torch.float32)
+    )
     heads, mapping = call.query.shape[1], part.config.resolved_mapping
     key, r = repeat_heads(call.key.float(), heads)[0], radius.expand(heads)[:, None]
     height, stretch = cone.height_and_stretch(key, mapping, r)
     height = cone.clamp_height(height, r) if part.config.clamp_heights else height
     place = cone.horizontal(key, stretch)
     width = half_width_of(part.config.variant, height[:, :, None], height[:, None, :], r[..., None])
-    inside = (euclidean(place, place) <= width) & ~torch.eye(key.shape[1], dtype=torch.bool, device=key.device)
+    inside = (euclidean(place, place) <= width) & ~torch.eye(
+        key.shape[1], dtype=torch.bool, device=key.device
+    )
     across, explained = principal(place - place.mean(1, keepdim=True), 1)
     return {
         "variant": part.config.variant,
@@ -291,7 +317,9 @@ def disk(part: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
     points = torch.cat([hyperbolic.lift(x, c[:, None], scale)[0][0] for x in (key, query)], 1)
     flat, explained = principal(points, 2)
     radius, angle = points.norm(dim=-1), torch.atan2(flat[..., 1], flat[..., 0])
-    distance = -hyperbolic.definition(query, key, c, torch.ones_like(c), scale=scale, distance="geodesic")[0]
+    distance = -hyperbolic.definition(
+        query, key, c, torch.ones_like(c), scale=scale, distance="geodesic"
+    )[0]
     count = key.shape[2]
     return {
         "curvature": plain(c),
@@ -320,7 +348,9 @@ def hsa_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
     seen = read_visible(hide(torch.zeros_like(logits)[None], plan.options)[0])
     rule = part.config.rule(call.is_causal or part.grows, heads, "this call")
     counts = {n: by_head(getattr(rule, n), heads) for n in ("near", "sinks", "refine_top_k")}
-    ((tree, tokens),) = trees_of(hierarchy_for(part.config.windows, 1, length, call.is_causal), call.is_causal)
+    ((tree, tokens),) = trees_of(
+        hierarchy_for(part.config.windows, 1, length, call.is_causal), call.is_causal
+    )
     spare = len(tokens) - length
     logits, seen = (torch.nn.functional.pad(t, (0, spare)) for t in (logits, seen))
     facts = kin(tree)

@@ -109,7 +109,9 @@ def measure_generation(
         ValueError: for an empty prompt or `new_tokens` below one.
     """
     if not prompt or new_tokens < 1:
-        raise ValueError(f"prompt of {len(prompt)} tokens, new_tokens={new_tokens}; allowed: at least 1 each")
+        raise ValueError(
+            f"prompt of {len(prompt)} tokens, new_tokens={new_tokens}; allowed: at least 1 each"
+        )
     device, config = next(model.parameters()).device, cast(Any, model).generation_config
     ids = torch.tensor([prompt], device=device)
     # a batch of one is never padded, but `generate` warns where no id is given for it

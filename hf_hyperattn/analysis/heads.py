@@ -58,7 +58,11 @@ class HeadRecord:
                 "the weights of heads were recorded without gradients, so their entropy trains nothing; allowed: "
                 "gradient checkpointing with use_reentrant=False, or torch.no_grad() around entropy() to read it"
             )
-        means = [token_mean(entropy(beta), attention_mask) for betas in self.calls.values() for beta in betas]
+        means = [
+            token_mean(entropy(beta), attention_mask)
+            for betas in self.calls.values()
+            for beta in betas
+        ]
         if not means:
             raise ValueError(
                 "no host weighed its heads while recording; run the model inside `with record_heads(model)`"
@@ -106,7 +110,9 @@ def record_heads(model: nn.Module) -> Iterator[HeadRecord]:
     record, layers = HeadRecord(), fusion_layers(model)
     flat = [layer for group in layers.values() for layer in group]
     if any(layer.on_weights is not None for layer in flat):
-        raise ValueError("the weights of heads are being recorded already; use the record that is open")
+        raise ValueError(
+            "the weights of heads are being recorded already; use the record that is open"
+        )
     learning = torch.is_grad_enabled() and model.training
 
     def note(beta: Tensor, calls: list[Tensor]) -> None:
@@ -150,7 +156,9 @@ def dropped_heads(model: nn.Module, drop: dict[str, Tensor] | float) -> Iterator
 def keep_shares(layers: dict[str, list[HeadFusionLayer]], share: float) -> dict[str, Keep]:
     """For every host, what keeps a token's heads but for a share of them."""
     if not 0 <= share <= 1:
-        raise ValueError(f"drop={share!r} is not allowed; allowed: shares from 0 to 1, or heads by host")
+        raise ValueError(
+            f"drop={share!r} is not allowed; allowed: shares from 0 to 1, or heads by host"
+        )
 
     def keep(beta: Tensor) -> Tensor:
         least = beta.topk(round(share * beta.shape[-1]), largest=False).indices
@@ -164,11 +172,15 @@ def keep_named(layers: dict[str, list[HeadFusionLayer]], drop: dict) -> dict[str
     keeps: dict[str, Keep] = {}
     for name, heads in drop.items():
         if name not in layers:
-            raise ValueError(f"drop names the host {name!r}; allowed: {', '.join(list(layers)[:3])}, ...")
+            raise ValueError(
+                f"drop names the host {name!r}; allowed: {', '.join(list(layers)[:3])}, ..."
+            )
         count = layers[name][0].count
         heads = torch.as_tensor(heads, dtype=torch.long).flatten()
         if len(heads) and not bool(((heads >= 0) & (heads < count)).all()):
-            raise ValueError(f"drop names heads {heads.tolist()} of {name}; allowed: from 0 to {count - 1}")
+            raise ValueError(
+                f"drop names heads {heads.tolist()} of {name}; allowed: from 0 to {count - 1}"
+            )
         kept = torch.ones(count).index_fill(0, heads, 0.0)
         keeps[name] = kept.to
     return keeps
@@ -193,7 +205,8 @@ class HeadUsage:
     def entropy(self) -> dict[str, float]:
         """For every host, the mean entropy of beta over the largest there is: 1 where all heads have the same."""
         return {
-            name: float(token_mean(entropy(w / w.shape[-1]), self.mask)) / max(math.log(w.shape[-1]), 1e-9)
+            name: float(token_mean(entropy(w / w.shape[-1]), self.mask))
+            / max(math.log(w.shape[-1]), 1e-9)
             for name, w in self.weights.items()
         }
 
@@ -223,7 +236,9 @@ class HeadUsage:
             shares = [(x, f"{layer}.{head}") for layer, w in weights for head, x in enumerate(w)]
             shares.sort(reverse=True)
             parts = (shares[:top], shares[: -top - 1 : -1])
-            rows.append([f"`{token}`", *(", ".join(f"{n} ({x:.2f})" for x, n in part) for part in parts)])
+            rows.append(
+                [f"`{token}`", *(", ".join(f"{n} ({x:.2f})" for x, n in part) for part in parts)]
+            )
         return markdown(["token", "heads it uses most", "heads it uses least"], rows)
 
 
@@ -239,7 +254,11 @@ def head_usage(model: nn.Module, **inputs) -> HeadUsage:
     """
     with record_heads(model) as record, torch.no_grad():
         model(**inputs)
-    weights = {name: calls[-1].float() * calls[-1].shape[-1] for name, calls in record.calls.items() if calls}
+    weights = {
+        name: calls[-1].float() * calls[-1].shape[-1]
+        for name, calls in record.calls.items()
+        if calls
+    }
     mask = inputs.get("attention_mask")
     if mask is not None and any(mask.shape != w.shape[:2] for w in weights.values()):
         mask = None

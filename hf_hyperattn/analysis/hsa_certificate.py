@@ -76,7 +76,9 @@ def certificate(
         ValueError: the model is patched, or its attention is of a kind that hierarchical attention does not allow.
     """
     config = config or HsaConfig()
-    arguments: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
+    arguments: dict[str, Any] = (
+        dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
+    )
     base = base_model(model)
     if hierarchy is not None:
         arguments["hierarchy"] = hierarchy
@@ -101,7 +103,10 @@ def certificate(
     for name in hypers:
         if name not in losses:
             raise ValueError(f"{name} was not run on these inputs; allowed: layers that are")
-    return [LayerLoss(name, tuple((loss / counts[name]).tolist()), counts[name]) for name, loss in losses.items()]
+    return [
+        LayerLoss(name, tuple((loss / counts[name]).tolist()), counts[name])
+        for name, loss in losses.items()
+    ]
 
 
 def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int]:
@@ -110,7 +115,9 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     options = call.options
     for what, there in (("softcap", options.softcap), ("attention sinks", options.sinks)):
         if there is not None:
-            raise ValueError(f"{name} has {what}, for which the loss is not defined; allowed: layers without")
+            raise ValueError(
+                f"{name} has {what}, for which the loss is not defined; allowed: layers without"
+            )
     if call.query.shape[2] != call.key.shape[2]:
         raise ValueError(
             f"{name} was called with {call.query.shape[2]} queries and {call.key.shape[2]} keys; allowed: a "
@@ -118,7 +125,9 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
         )
     query, key = linear_features(Plan.of(call).score)
     tree = call.keywords.get("hierarchy")
-    hierarchy = hierarchy_for(config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal)
+    hierarchy = hierarchy_for(
+        config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal
+    )
     mask, place = options.mask, None
     if mask is not None:
         reading = call.read_mask()
@@ -135,20 +144,32 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     return loss.sum(0), sum(len(hierarchy.tokens_of(row)) for row in range(len(query)))
 
 
-def _both(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None) -> Tensor:
+def _both(
+    query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None
+) -> Tensor:
     if mask is not None:
         real_tokens(mask, query.shape[2])  # raises: this mask hides more than padding
     if call.options.window is not None:
         raise ValueError("tying='both' has no meaning under a sliding window; allowed: tying='key'")
     bias = call.options.bias
-    return loss_both(query, key, hierarchy, 1.0, keep_diagonal=rule.keep_diagonal, position_bias=bias)
+    return loss_both(
+        query, key, hierarchy, 1.0, keep_diagonal=rule.keep_diagonal, position_bias=bias
+    )
 
 
 def _key(
-    query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None, place: Tensor | None
+    query,
+    key,
+    hierarchy: Hierarchy,
+    rule: Rule,
+    call: HostCall,
+    mask: Tensor | None,
+    place: Tensor | None,
 ) -> Tensor:
     mask = None if mask is None else read_visible(mask)
-    options = {name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")}
+    options = {
+        name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")
+    }
     is_causal = call.is_causal and mask is None
     return loss_key(query, key, hierarchy, 1.0, is_causal=is_causal, window=call.options.window, mask=mask,
                     position_bias=call.options.bias, place=place, **options)  # fmt: skip

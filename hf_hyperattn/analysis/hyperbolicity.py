@@ -63,7 +63,9 @@ def gromov_delta(distances: Tensor) -> float:
         raise ValueError("distances holds inf or nan; allowed: finite numbers")
     distances, delta = distances.double(), 0.0
     for base in distances:
-        products = (base[:, None] + base - distances) / 2  # of every two points, as seen from this one
+        products = (
+            base[:, None] + base - distances
+        ) / 2  # of every two points, as seen from this one
         best = torch.full_like(products, -torch.inf)
         for row in products:
             best = torch.maximum(best, torch.minimum(row[:, None], row))
@@ -93,14 +95,20 @@ def hyperbolicity(
         ValueError: there are fewer than 4 points, or samples of fewer.
     """
     if min(len(points), size) < 4 or draws < 1:
-        raise ValueError(f"{len(points)} points, size={size}, draws={draws}; allowed: at least 4, 4 and 1")
+        raise ValueError(
+            f"{len(points)} points, size={size}, draws={draws}; allowed: at least 4, 4 and 1"
+        )
     draw = torch.Generator().manual_seed(seed)
     draws, size = (draws, size) if size < len(points) else (1, len(points))
     found = []
     for _ in range(draws):
         sample = points[torch.randperm(len(points), generator=draw)[:size]]
         distances = distance(sample, sample)
-        found.append(2 * gromov_delta(distances) / max(distances.max().item(), torch.finfo(torch.float64).tiny))
+        found.append(
+            2
+            * gromov_delta(distances)
+            / max(distances.max().item(), torch.finfo(torch.float64).tiny)
+        )
     largest = torch.tensor(found, dtype=torch.float64)
     of_four = _of_quadruples(points, distance, quadruples, draw)
     return Hyperbolicity(
@@ -120,8 +128,12 @@ def _of_quadruples(points: Tensor, distance: Callable, count: int, draw: torch.G
         sample = points[torch.randperm(len(points), generator=draw)[:100]]
         distances = distance(sample, sample).double()
         rows = min(1000, count - start)
-        a, b, c, d = torch.rand(rows, len(sample), generator=draw, dtype=torch.float32).argsort(1)[:, :4].T
-        pairs = torch.stack([distances[i, j] for i, j in ((a, b), (c, d), (a, c), (b, d), (a, d), (b, c))])
+        a, b, c, d = (
+            torch.rand(rows, len(sample), generator=draw, dtype=torch.float32).argsort(1)[:, :4].T
+        )
+        pairs = torch.stack(
+            [distances[i, j] for i, j in ((a, b), (c, d), (a, c), (b, d), (a, d), (b, c))]
+        )
         sums = (pairs[::2] + pairs[1::2]).sort(0).values
         found.append((sums[2] - sums[1]) / pairs.amax(0).clamp_min(torch.finfo(torch.float64).tiny))
     return torch.cat(found)
@@ -132,7 +144,9 @@ def shuffled(points: Tensor, seed: int = 0) -> Tensor:
     so that their spread is kept and what they have to do with one another is lost.
     """
     draw = torch.Generator().manual_seed(seed)
-    return torch.stack([column[torch.randperm(len(column), generator=draw)] for column in points.T], 1)
+    return torch.stack(
+        [column[torch.randperm(len(column), generator=draw)] for column in points.T], 1
+    )
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> Correlation:
@@ -145,11 +159,15 @@ def rank_correlation(first: Tensor, second: Tensor) -> Correlation:
         ValueError: the shapes differ, there are too few numbers, or all are equal.
     """
     if first.ndim != 1 or first.shape != second.shape or len(first) < 4:
-        raise ValueError(f"{tuple(first.shape)} and {tuple(second.shape)} numbers; allowed: as many, [n], n >= 4")
+        raise ValueError(
+            f"{tuple(first.shape)} and {tuple(second.shape)} numbers; allowed: as many, [n], n >= 4"
+        )
     ranks = torch.stack([_ranks(first), _ranks(second)])
     value = torch.corrcoef(ranks)[0, 1].clamp(-1, 1).item()
     if math.isnan(value):
-        raise ValueError("all numbers of one side are equal; allowed: at least two different ones on each")
+        raise ValueError(
+            "all numbers of one side are equal; allowed: at least two different ones on each"
+        )
     error = 1.96 * math.sqrt((1 + value**2 / 2) / (len(first) - 3))
     middle = math.atanh(min(max(value, -1 + 1e-12), 1 - 1e-12))
     return Correlation(value, math.tanh(middle - error), math.tanh(middle + error), len(first))

@@ -40,7 +40,9 @@ def paired(mine: Sequence[float], others: Sequence[float]) -> Paired:
         ValueError: they differ in length, are fewer than 2, or hold nan or inf.
     """
     if len(mine) != len(others) or len(mine) < 2:
-        raise ValueError(f"{len(mine)} and {len(others)} numbers; allowed: as many of each, at least 2")
+        raise ValueError(
+            f"{len(mine)} and {len(others)} numbers; allowed: as many of each, at least 2"
+        )
     differences = [a - b for a, b in zip(mine, others)]
     if not all(map(math.isfinite, differences)):
         raise ValueError("the numbers hold nan or inf; allowed: finite numbers")

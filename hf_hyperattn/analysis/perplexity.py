@@ -36,8 +36,12 @@ def one_text(ids: torch.Tensor | Sequence[int], name: str = "ids") -> torch.Tens
     found, allowed = torch.as_tensor(ids), "integers [N] of one text"
     if found.dim() != 1 and not (found.dim() == 2 and len(found) == 1):
         raise ValueError(f"{name} has shape {tuple(found.shape)}; allowed: {allowed}")
-    if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
-        raise ValueError(f"{name} has dtype {found.dtype}; allowed: {allowed}")  # an empty list is of floats
+    if found.numel() and (
+        found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+    ):
+        raise ValueError(
+            f"{name} has dtype {found.dtype}; allowed: {allowed}"
+        )  # an empty list is of floats
     return found.long().flatten()
 
 
@@ -56,7 +60,9 @@ def next_token_logits(model: torch.nn.Module, ids: torch.Tensor | Sequence[int])
 def max_logit_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest absolute difference of two tensors of one shape; nan where either holds nan."""
     if a.shape != b.shape:
-        raise ValueError(f"logits of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be compared")
+        raise ValueError(
+            f"logits of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be compared"
+        )
     return (a.double() - b.double()).abs().max().item()
 
 
@@ -119,7 +125,9 @@ def perplexity(
         raise ValueError(f"window={window} is not allowed; allowed: 2 tokens or more")
     if len(ids) < 2:
         raise ValueError(f"the text holds {len(ids)} tokens; perplexity needs at least 2")
-    pieces = [piece for piece in ids.split(window) if len(piece) > 1]  # of a single token nothing is predicted
+    pieces = [
+        piece for piece in ids.split(window) if len(piece) > 1
+    ]  # of a single token nothing is predicted
     losses, counts, times = [], [], []
     with evaluation_mode(model):
         for piece in pieces:
@@ -130,13 +138,18 @@ def perplexity(
             if on_window:
                 on_window(len(piece))
     predicted, read = sum(counts), sum(len(prefix) + len(piece) for piece in pieces)
-    mean, by_window = sum(losses) / predicted, tuple(loss / count for loss, count in zip(losses, counts))
+    mean, by_window = (
+        sum(losses) / predicted,
+        tuple(loss / count for loss, count in zip(losses, counts)),
+    )
     value = math.exp(mean) if not mean > LARGEST_EXPONENT else math.inf
     return Perplexity(value, mean, predicted, len(pieces), sum(times), read, by_window)
 
 
 @torch.inference_mode()
-def _score(model: torch.nn.Module, piece: torch.Tensor, prefix: Sequence[int]) -> tuple[float, int, float]:
+def _score(
+    model: torch.nn.Module, piece: torch.Tensor, prefix: Sequence[int]
+) -> tuple[float, int, float]:
     """Summed negative log-likelihood of one window, tokens predicted, seconds of the forward pass."""
     device = next(model.parameters()).device
     tokens = torch.cat([torch.tensor(list(prefix), dtype=torch.long), piece]).to(device)

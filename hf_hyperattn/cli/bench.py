@@ -31,7 +31,10 @@ def run(args: argparse.Namespace) -> None:
                          f"{positions} tokens together")  # fmt: skip
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(
-        min(CONTROL, text_config.vocab_size - 1), text_config.vocab_size, (args.length,), generator=draw
+        min(CONTROL, text_config.vocab_size - 1),
+        text_config.vocab_size,
+        (args.length,),
+        generator=draw,
     )
     with progress(2 * (args.repeats + 1)) as bar:
         bar.describe("loading")
@@ -41,7 +44,9 @@ def run(args: argparse.Namespace) -> None:
     output(args, report, show)
 
 
-def measure(model: Any, ids: torch.Tensor, args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
+def measure(
+    model: Any, ids: torch.Tensor, args: argparse.Namespace, bar: ProgressBar
+) -> dict[str, Any]:
     """Seconds of reading and of each new token after the first, None where the model stops at that; peak memory in
     bytes, logits and greedy tokens. After a warm-up.
     """
@@ -78,7 +83,11 @@ def compared(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {"rows": measured, "logit_difference": None, "same_tokens": None}
     pairs = list(zip(measured[OWN]["tokens"], measured[PATCHED]["tokens"]))
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    return {"rows": measured, "logit_difference": max_logit_difference(*logits), "same_tokens": same}
+    return {
+        "rows": measured,
+        "logit_difference": max_logit_difference(*logits),
+        "same_tokens": same,
+    }
 
 
 def show(report: dict[str, Any]) -> None:
@@ -86,7 +95,10 @@ def show(report: dict[str, Any]) -> None:
     print(f"{Path(report['model']).name}: {report['length']:,} random tokens, {report['generate']} new ones, "
           f"{report['dtype']}, {report['threads']} threads\n")  # fmt: skip
     first = next(iter(report["rows"].values()))
-    new, of_first = {n: row["seconds_a_new_token"] for n, row in report["rows"].items()}, first["seconds_a_new_token"]
+    new, of_first = (
+        {n: row["seconds_a_new_token"] for n, row in report["rows"].items()},
+        first["seconds_a_new_token"],
+    )
     rows = [
         [
             name, f"{row['prefill_seconds']:.3f} s", f"{report['length'] / row['prefill_seconds']:,.0f}",
@@ -96,7 +108,10 @@ def show(report: dict[str, Any]) -> None:
         ]
         for name, row in report["rows"].items()
     ]  # fmt: skip
-    table(("attention", "prefill", "tokens/s", "a new token", "peak memory", "prefill", "new token"), rows)
+    table(
+        ("attention", "prefill", "tokens/s", "a new token", "peak memory", "prefill", "new token"),
+        rows,
+    )
     if None in new.values():
         print("\nnone: one token came, and none after it; the model ends there on random tokens")
     if report["logit_difference"] is None:

@@ -33,14 +33,20 @@ def read_card(args: argparse.Namespace) -> tuple[Path, dict[str, Any], str]:
     folder = Path(args.model).expanduser()
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"
-        raise ValueError(f"{args.model}: {kind}; allowed: the folder of a saved model, adapter or HyperAttnConfig")
+        raise ValueError(
+            f"{args.model}: {kind}; allowed: the folder of a saved model, adapter or HyperAttnConfig"
+        )
     facts = {} if args.facts is None else read_json(Path(args.facts))
     known = {field.name for field in fields(hub_cards.Facts) if field.init}
     strange = next((name for name in facts if name not in known), None)
     if strange is not None:
-        raise ValueError(f"--facts {args.facts} has the field {strange[:80]!r}; allowed: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"--facts {args.facts} has the field {strange[:80]!r}; allowed: {', '.join(sorted(known))}"
+        )
     try:
         return folder, facts, str(hub_cards.card_for_directory(folder, **facts))
     except (TypeError, AttributeError) as error:
         what = args.facts or folder
-        raise ValueError(f"{what} holds a value of another type than a card has there: {error}") from error
+        raise ValueError(
+            f"{what} holds a value of another type than a card has there: {error}"
+        ) from error

@@ -34,11 +34,22 @@ SPARE = 0.9  # of the budget is planned
 HELD_OUT = 0.2  # of every text, its end
 LARGEST_TEXT = 20_000_000  # characters of a file
 #: What must be the same for runs to be compared, of the command line.
-REQUEST = ("mechanisms", "seeds", "length", "held_out", "layers", "rank", "rate", "added_rate", "device")
+REQUEST = (
+    "mechanisms",
+    "seeds",
+    "length",
+    "held_out",
+    "layers",
+    "rank",
+    "rate",
+    "added_rate",
+    "device",
+)
 BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
 #: Said with every gain.
 NOT_YET = (
-    "a gain over LoRA alone is not yet hierarchy: the control for that is a plain distance, as a score of your own"
+    "a gain over LoRA alone is not yet hierarchy: the control for that is a plain distance, as a "
+    "score of your own"
 )
 SIGN = "<!-- hyperattn compare -->"
 
@@ -66,7 +77,9 @@ def check(args: argparse.Namespace) -> None:
     args.mechanisms = [NONE, *(name for name in args.mechanisms if name != NONE)]
     args.dtype = "float32"
     if args.held_out < len(args.text):
-        raise ValueError(f"--held-out {args.held_out} with {len(args.text)} texts; allowed: {len(args.text)} or more")
+        raise ValueError(
+            f"--held-out {args.held_out} with {len(args.text)} texts; allowed: {len(args.text)} or more"
+        )
     if args.out is not None:
         check_folder("--out", args.out)
 
@@ -100,7 +113,9 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
         "trained_on": sum(map(len, trained)), "read": len(held_out),
         "weights": fingerprint(load(args), torch.empty(0), ()),
     }  # fmt: skip
-    return Trial(args, torch.cat(trained), held_out, prefix, length), json.loads(json.dumps(request))
+    return Trial(args, torch.cat(trained), held_out, prefix, length), json.loads(
+        json.dumps(request)
+    )
 
 
 def read_texts(paths: list[str]) -> list[tuple[str, str]]:
@@ -109,7 +124,9 @@ def read_texts(paths: list[str]) -> list[tuple[str, str]]:
     for path in paths:
         text, name = read_text(path, LARGEST_TEXT)
         if name in texts:
-            raise ValueError(f"--text {path}: a second text called {name}; allowed: texts of different names")
+            raise ValueError(
+                f"--text {path}: a second text called {name}; allowed: texts of different names"
+            )
         texts[name] = text
     return [(text, name) for name, text in texts.items()]
 
@@ -120,7 +137,13 @@ def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it is another comparison, or damaged.
     """
-    state: dict[str, Any] = {"request": request, "steps": args.steps, "runs": {}, "seconds": 0.0, "path": None}
+    state: dict[str, Any] = {
+        "request": request,
+        "steps": args.steps,
+        "runs": {},
+        "seconds": 0.0,
+        "path": None,
+    }
     state["budget"] = None if args.steps else args.budget or BUDGET
     if args.out is None:
         return state
@@ -128,7 +151,9 @@ def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
     if path.is_file():
         left = read_json(path)
         if not isinstance(left.get("request"), dict) or not isinstance(left.get("runs"), dict):
-            raise ValueError(f"{path}: not what `hyperattn compare` writes; use another --out, or remove it")
+            raise ValueError(
+                f"{path}: not what `hyperattn compare` writes; use another --out, or remove it"
+            )
         other = [name for name in request if left["request"].get(name) != request[name]]
         if args.steps not in (None, left.get("steps")):
             other.append("steps")
@@ -138,7 +163,10 @@ def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"{path}: of another comparison ({', '.join(other)} differ); use another --out, or remove it"
             )
-        state |= {name: left.get(name) for name in ("steps", "budget", "runs", "seconds", "stock", "added")}
+        state |= {
+            name: left.get(name)
+            for name in ("steps", "budget", "runs", "seconds", "stock", "added")
+        }
     return state | {"path": path}
 
 
@@ -181,7 +209,9 @@ def complete(trial: Trial, state: dict[str, Any], bar: ProgressBar) -> None:
     bar.total, bar.n = len(names) * state["steps"], 0
     if state.get("stock") is None:
         bar.describe("reading the model as it is")
-        state["stock"] = perplexity(load(args), trial.held_out, trial.length, prefix=trial.prefix).loss
+        state["stock"] = perplexity(
+            load(args), trial.held_out, trial.length, prefix=trial.prefix
+        ).loss
     for recipe, seed in names:
         key = f"{recipe}, seed {seed}"
         if key in state["runs"]:
@@ -195,7 +225,10 @@ def complete(trial: Trial, state: dict[str, Any], bar: ProgressBar) -> None:
 
 def judged(args: argparse.Namespace, state: dict[str, Any]) -> dict[str, Any]:
     """The rows with their verdicts, and the circumstances."""
-    runs = {r: [state["runs"][f"{r}, seed {seed}"] for seed in range(args.seeds)] for r in args.mechanisms}
+    runs = {
+        r: [state["runs"][f"{r}, seed {seed}"] for seed in range(args.seeds)]
+        for r in args.mechanisms
+    }
     losses = {recipe: [run["loss"] for run in done] for recipe, done in runs.items()}
     tests = {recipe: paired(losses[recipe], losses[NONE]) for recipe in args.mechanisms[1:]}
     corrected = dict(zip(tests, holm([test.p for test in tests.values()])))
@@ -229,13 +262,26 @@ def cells(report: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
     rows = []
     for name, row in report["rows"].items():
         test = row.get("against_none")
-        difference = "" if test is None else f"{test['mean']:+.4f} ({test['low']:+.4f} to {test['high']:+.4f})"
+        difference = (
+            ""
+            if test is None
+            else f"{test['mean']:+.4f} ({test['low']:+.4f} to {test['high']:+.4f})"
+        )
         rows.append([
             name, f"{row['parameters']:,}", f"{row['loss']:.4f} ± {row['deviation']:.4f}", f"{row['perplexity']:,.2f}",
             f"{row['seconds_a_step']:.2f} s", difference, "" if test is None else f"{row['p_corrected']:.3f}",
             row.get("verdict", "control"),
         ])  # fmt: skip
-    head = ("mechanism", "trained", "nats a token", "perplexity", "a step", "less none (95 %)", "p", "verdict")
+    head = (
+        "mechanism",
+        "trained",
+        "nats a token",
+        "perplexity",
+        "a step",
+        "less none (95 %)",
+        "p",
+        "verdict",
+    )
     return head, rows
 
 
@@ -248,7 +294,9 @@ def sentences(report: dict[str, Any]) -> list[str]:
         found = f"{row['against_none']['detectable']:.4f} nats"
         words = {BETTER: "predicts better than LoRA alone", WORSE: "predicts worse than LoRA alone",
                  UNDECIDED: "undecided: no difference from LoRA alone was shown"}[row["verdict"]]  # fmt: skip
-        said.append(f"{name}: {words}; {report['seeds']} seeds find a difference of {found} four times in five")
+        said.append(
+            f"{name}: {words}; {report['seeds']} seeds find a difference of {found} four times in five"
+        )
     if report["windows_read"] < report["held_out"]:
         said.append(f"{report['windows_read']} held-out windows were read, not {report['held_out']}: the last fifth of "
                     "a text holds fewer than its share")  # fmt: skip
@@ -259,7 +307,11 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"trained parameters differ by at most {(max(sizes) - min(sizes)) / min(sizes):.2%}; the model as it is: "
         f"{report['stock_loss']:.4f} nats, LoRA alone {none - report['stock_loss']:+.4f}",
         "the uncertainty is that of seeds, on these texts, at these rates and steps: other texts may say otherwise",
-        *([NOT_YET] if any(row.get("verdict") == BETTER for row in report["rows"].values()) else []),
+        *(
+            [NOT_YET]
+            if any(row.get("verdict") == BETTER for row in report["rows"].values())
+            else []
+        ),
     ]
 
 
@@ -285,7 +337,8 @@ def write(args: argparse.Namespace, report: dict[str, Any]) -> None:
     for name, row in report["rows"].items():
         if "verdict" in row:
             replace_file(
-                folder / f"facts-{name}.json", (json.dumps({"results": [fact(report, row)]}, indent=1) + "\n").encode()
+                folder / f"facts-{name}.json",
+                (json.dumps({"results": [fact(report, row)]}, indent=1) + "\n").encode(),
             )
     path = folder / CARD
     if os.path.lexists(path) and not path.read_bytes().startswith(SIGN.encode()):
@@ -310,7 +363,10 @@ def fact(report: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
 def card(report: dict[str, Any]) -> str:
     """The report in Markdown; what a person named is put into code spans."""
     head, rows = cells(report)
-    lines = ["| " + " | ".join(line) + " |" for line in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
+    lines = [
+        "| " + " | ".join(line) + " |"
+        for line in (head, ["---", *["---:"] * (len(head) - 1)], *rows)
+    ]
     code = lambda text: "`" + " ".join(str(text).split()).replace("`", "'") + "`"
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     return "\n".join([

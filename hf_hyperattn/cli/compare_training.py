@@ -23,7 +23,9 @@ from ..integration.checkpoint_files import errors_as
 from .models import load, patch
 
 NONE = "none"  # the control: LoRA alone
-WARM_UP = 0.1  # share of the steps in which learning rates rise; they fall as a half cosine in the rest
+WARM_UP = (
+    0.1  # share of the steps in which learning rates rise; they fall as a half cosine in the rest
+)
 SCALE = 2.0  # LoRA's alpha over its rank
 
 
@@ -59,11 +61,15 @@ def survey(trial: Trial, recipe: str) -> None:
     model = base_model(trial, recipe)
     added = [p for name, p in model.named_parameters() if ".hyper." in name]
     trial.added[recipe] = sum(p.numel() for p in added)
-    hosts = [name.removesuffix(".hyper") for name, _ in model.named_modules() if name.endswith(".hyper")]
+    hosts = [
+        name.removesuffix(".hyper") for name, _ in model.named_modules() if name.endswith(".hyper")
+    ]
     trial.targets = [
         (name, sum(module.weight.shape))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and ".hyper." not in name and name.rpartition(".")[0] in hosts
+        if isinstance(module, nn.Linear | Conv1D)
+        and ".hyper." not in name
+        and name.rpartition(".")[0] in hosts
     ]
     if not trial.targets:
         raise ValueError(
@@ -116,7 +122,9 @@ def groups(trial: Trial, model: Any, recipe: str) -> list[dict]:
     return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": trial.args.rate}]
 
 
-def train(trial: Trial, recipe: str, seed: int, steps: int, on_step: Callable[[], None]) -> dict[str, Any]:
+def train(
+    trial: Trial, recipe: str, seed: int, steps: int, on_step: Callable[[], None]
+) -> dict[str, Any]:
     """One run: trained for `steps`, then read; what came of it, with the seconds of each part."""
     start = time.perf_counter()
     model = trainable(trial, recipe, seed)
@@ -136,7 +144,9 @@ def train(trial: Trial, recipe: str, seed: int, steps: int, on_step: Callable[[]
         on_step()
     read = perplexity(model, trial.held_out, trial.length, prefix=trial.prefix)
     if not math.isfinite(read.loss):
-        raise ValueError(f"{recipe}, seed {seed}: training diverged; use a smaller --rate or --added-rate")
+        raise ValueError(
+            f"{recipe}, seed {seed}: training diverged; use a smaller --rate or --added-rate"
+        )
     seconds = {"load": loaded - start, "step": min(b - a for a, b in zip(marks, marks[1:])),
                "read": time.perf_counter() - marks[-1], "all": time.perf_counter() - start}  # fmt: skip
     return {"loss": read.loss, "parameters": sum(p.numel() for p in parameters), "seconds": seconds}
@@ -145,7 +155,9 @@ def train(trial: Trial, recipe: str, seed: int, steps: int, on_step: Callable[[]
 def loss_of(model: Any, trial: Trial, draw: random.Random) -> Tensor:
     """The mean loss of a window that is drawn, in nats a token."""
     start = draw.randrange(len(trial.train) - trial.length + 1)
-    ids = torch.cat([torch.tensor(trial.prefix, dtype=torch.long), trial.train[start : start + trial.length]])
+    ids = torch.cat(
+        [torch.tensor(trial.prefix, dtype=torch.long), trial.train[start : start + trial.length]]
+    )
     ids = ids[None].to(next(model.parameters()).device)
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[0, 1:])

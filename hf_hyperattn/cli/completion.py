@@ -33,7 +33,10 @@ def run(args: argparse.Namespace) -> None:
     """Print the script."""
     (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     script = SCRIPTS[args.shell](dict(commands.choices))
-    print(json.dumps({"shell": args.shell, "script": script}, indent=2) if args.json else script, end="")
+    print(
+        json.dumps({"shell": args.shell, "script": script}, indent=2) if args.json else script,
+        end="",
+    )
     if args.json:
         print()
 
@@ -50,10 +53,14 @@ def bash(commands: dict[str, Parser]) -> str:
     values, options = [], []
     for name, parser in commands.items():
         for action in filter(allowed, parser._actions):
-            places = [f'"{name} {option}"' for option in action.option_strings] or [f'"{name} {name}"']
+            places = [f'"{name} {option}"' for option in action.option_strings] or [
+                f'"{name} {name}"'
+            ]
             values.append(f'    {"|".join(places)}) words="{" ".join(allowed(action))}";;')
         options.append(f'           {name}) words="{" ".join(parser._option_string_actions)}";;')
-    return BASH.format(commands=" ".join(commands), values="\n".join(values), options="\n".join(options))
+    return BASH.format(
+        commands=" ".join(commands), values="\n".join(values), options="\n".join(options)
+    )
 
 
 def fish(commands: dict[str, Parser]) -> str:
@@ -61,16 +68,22 @@ def fish(commands: dict[str, Parser]) -> str:
     lines = []
     for name in commands:
         about = (COMMANDS[name].__doc__ or "").partition("\n")[0]
-        lines.append(f"complete -c hyperattn -n __fish_use_subcommand -f -a {name} -d {quoted(about)}")
+        lines.append(
+            f"complete -c hyperattn -n __fish_use_subcommand -f -a {name} -d {quoted(about)}"
+        )
     for name, parser in commands.items():
         inside = f"complete -c hyperattn -n '__fish_seen_subcommand_from {name}'"
         for action in parser._actions:
-            longs = [f"-l {option[2:]}" for option in action.option_strings if option.startswith("--")]
+            longs = [
+                f"-l {option[2:]}" for option in action.option_strings if option.startswith("--")
+            ]
             words = f" -x -a {quoted(' '.join(allowed(action)))}" if allowed(action) else ""
             needs = " -r" if not words and longs and action.nargs != 0 else ""
             if longs or words:
                 lines.append(
-                    f"{inside} {' '.join(longs)}{words}{needs} -d {quoted(action.help or '')}".replace("  ", " ")
+                    f"{inside} {' '.join(longs)}{words}{needs} -d {quoted(action.help or '')}".replace(
+                        "  ", " "
+                    )
                 )
     return "\n".join(lines) + "\n"
 

@@ -59,5 +59,7 @@ def reported(work: Callable[[argparse.Namespace], int], args: argparse.Namespace
     args.report = None
     with contextlib.redirect_stdout(sys.stderr):
         code = work(args)
-    print(json.dumps({"written": args.output if code == 0 else None, "report": args.report}, indent=2))
+    print(
+        json.dumps({"written": args.output if code == 0 else None, "report": args.report}, indent=2)
+    )
     return code

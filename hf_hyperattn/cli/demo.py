@@ -18,7 +18,13 @@ from transformers import AutoModelForCausalLM
 import hf_hyperattn
 import hub_cards
 
-from ..analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits, perplexity
+from ..analysis import (
+    PeakMemory,
+    max_logit_difference,
+    measure_generation,
+    next_token_logits,
+    perplexity,
+)
 from ..engines import native
 from ..engines.cpu import library
 from ..folders import check_replaceable
@@ -38,7 +44,14 @@ from .inputs import (
     write_checkpoint,
 )
 
-HEADER = ("attention", "perplexity", "prefill tok/s", "generate tok/s", "peak memory", "max |Δ logit|")
+HEADER = (
+    "attention",
+    "perplexity",
+    "prefill tok/s",
+    "generate tok/s",
+    "peak memory",
+    "max |Δ logit|",
+)
 ADVICE = """\
 "cone, patched in": the cone score is added behind gates that start at 0. The output is unchanged until
 training moves the gates. Train it in a clone of the repository:
@@ -117,7 +130,12 @@ def run(args: argparse.Namespace) -> None:
     if args.output is not None:
         save(demo, args.output, hub_cards.hub_id_or_none(args.model) if args.model else HUB_ID)
     cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
-    report = {"measured": demo.title(), "prompt": args.prompt, "rows": cells, "cone attention": engine}
+    report = {
+        "measured": demo.title(),
+        "prompt": args.prompt,
+        "rows": cells,
+        "cone attention": engine,
+    }
     output(args, report, lambda _: show(args, demo, rows, engine))
 
 
@@ -131,7 +149,9 @@ def show(args: argparse.Namespace, demo: Demo, rows: list[Row], engine: str) -> 
         print(f"  {row.cells[0].ljust(width)}  {row.text!r}")
     print(f"\n{ADVICE.format(model=shlex.quote(demo.path))}\n\ncone attention ran on {engine}")
     if args.output is not None:
-        print(f"saved, with cone patched in: {args.output}; load it after `import hf_hyperattn`, or train it further")
+        print(
+            f"saved, with cone patched in: {args.output}; load it after `import hf_hyperattn`, or train it further"
+        )
 
 
 def cone_engine() -> str:
@@ -160,19 +180,27 @@ def prepare(args: argparse.Namespace) -> Demo:
     quiet()
     device = device_of(args.device)
     tokens = args.tokens or tokens_of(args.length or 1024)
-    text, text_name = default_text() if args.text is None else read_text(args.text, CHARACTERS * tokens)
+    text, text_name = (
+        default_text() if args.text is None else read_text(args.text, CHARACTERS * tokens)
+    )
     path = name = args.model
     if path is None:
         if smollm2.cached_smollm2() is None:
             smollm2.find_gguf()
-            print(f"Converting {smollm2.NAME} into {smollm2.cache_directory()} (once)", file=sys.stderr)
+            print(
+                f"Converting {smollm2.NAME} into {smollm2.cache_directory()} (once)",
+                file=sys.stderr,
+            )
         path, name = str(smollm2.smollm2()), smollm2.NAME
     config = load_config(path, f"--model {path}")
     if Path(path).expanduser().is_dir():
         path = str(Path(path).expanduser())
         name = name if args.model is None else Path(path).resolve().name
     tokenizer = read_tokenizer(path, f"--model {path}")
-    with errors_as(f"--model {path}: not a causal LM that cone attention can serve"), torch.device("meta"):
+    with (
+        errors_as(f"--model {path}: not a causal LM that cone attention can serve"),
+        torch.device("meta"),
+    ):
         AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="cone")
     prefix = prefix_of(tokenizer)
     window = window_of(config, args.length, 1024, len(prefix))
@@ -182,7 +210,9 @@ def prepare(args: argparse.Namespace) -> Demo:
     if positions is not None and len(prompt) + args.generate > positions:
         raise ValueError(f"--generate {args.generate} and {len(prompt)} tokens of --prompt exceed what the model "
                          f"reads; allowed: {positions} tokens together")  # fmt: skip
-    return Demo(path, name, device, tokenizer, ids, prefix, text_name, window, prompt, args.generate)
+    return Demo(
+        path, name, device, tokenizer, ids, prefix, text_name, window, prompt, args.generate
+    )
 
 
 def tokens_of(window: int) -> int:
@@ -198,7 +228,9 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name}: not usable here ({error}); allowed: cpu, cuda, ...") from error
+        raise ValueError(
+            f"--device {name}: not usable here ({error}); allowed: cpu, cuda, ..."
+        ) from error
     return device
 
 
@@ -233,21 +265,29 @@ def tying(demo: Demo, model: Any) -> tuple[str, Any]:
     length = 2048 if demo.window <= 4096 else 8192
     text = (Path(__file__).parent / f"smollm2_hsa_{length}.json").read_text(encoding="utf-8")
     config = hf_hyperattn.HyperAttnConfig.from_dict(json.loads(text))
-    if demo.name == smollm2.NAME and set(config.hosts or ()) <= {name for name, _ in model.named_modules()}:
+    if demo.name == smollm2.NAME and set(config.hosts or ()) <= {
+        name for name, _ in model.named_modules()
+    }:
         return INJECTED, config
     return TIED, hf_hyperattn.HsaConfig()
 
 
-def measure_row(demo: Demo, label: str, model: Any, bar: ProgressBar, reference: torch.Tensor | None = None) -> Row:
+def measure_row(
+    demo: Demo, label: str, model: Any, bar: ProgressBar, reference: torch.Tensor | None = None
+) -> Row:
     """Measure a model; `reference` are the stock model's logits."""
     # what is set up on first use, as kernels that are compiled, is no part of the speed
     perplexity(model, demo.ids[:WARM_UP], WARM_UP, prefix=demo.prefix)
     measure_generation(model, demo.prompt, 2)
     step = lambda: bar.advance(GENERATED_STEP)
     with PeakMemory(demo.device) as memory:
-        quality = perplexity(model, demo.ids, demo.window, prefix=demo.prefix, on_window=bar.advance)
+        quality = perplexity(
+            model, demo.ids, demo.window, prefix=demo.prefix, on_window=bar.advance
+        )
         generation = measure_generation(model, demo.prompt, demo.new_tokens, on_token=step)
-    difference = "" if reference is None else f"{max_logit_difference(demo.logits(model), reference):.1e}"
+    difference = (
+        "" if reference is None else f"{max_logit_difference(demo.logits(model), reference):.1e}"
+    )
     value = f"{quality.value:,.2f}" if quality.value < 1e6 else f"{quality.value:.1e}"
     speeds = f"{quality.tokens_per_second:,.0f}", f"{generation.tokens_per_second:,.1f}"
     cells = (label, value, *speeds, f"{memory.peak / 2**20:,.0f} MiB", difference)

@@ -32,12 +32,16 @@ def read_device_map(value: str | None) -> str | dict[str, int | str] | None:
     """
     if value is None or value in NAMES:
         return value
-    allowed = f'allowed: {", ".join(NAMES)}, or a JSON file such as {{"model": "disk", "lm_head": "cpu"}}'
+    allowed = (
+        f'allowed: {", ".join(NAMES)}, or a JSON file such as {{"model": "disk", "lm_head": "cpu"}}'
+    )
     try:
         places = json.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--device-map {value!r}: {type(error).__name__}; {allowed}") from error
-    if not isinstance(places, dict) or not all(type(place) in (int, str) for place in places.values()):
+    if not isinstance(places, dict) or not all(
+        type(place) in (int, str) for place in places.values()
+    ):
         raise ValueError(f"--device-map {value!r}: not an object of modules and devices; {allowed}")
     return places
 
@@ -47,7 +51,9 @@ def load(cls: Any, args: argparse.Namespace) -> Any:
     places = read_device_map(args.device_map)
     options: dict[str, Any] = {}
     if places is not None:
-        folder = tempfile.mkdtemp(prefix="hyperattn-")  # for weights that the checkpoint holds in another form
+        folder = tempfile.mkdtemp(
+            prefix="hyperattn-"
+        )  # for weights that the checkpoint holds in another form
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         options = {"device_map": places, "offload_folder": folder}
     return cls.from_pretrained(args.model, dtype=torch.float32, **options).eval()
@@ -59,7 +65,9 @@ def save(model: Any, dtype: torch.dtype, folder: Path) -> None:
         model.to(dtype).save_pretrained(folder)
         return
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")  # it speaks of 50 GB
+        warnings.filterwarnings(
+            "ignore", "Attempting to save a model with offloaded modules"
+        )  # it speaks of 50 GB
         model.save_pretrained(folder, max_shard_size=SHARD)
     if dtype != torch.float32:
         cast_files(folder, dtype)
@@ -70,7 +78,10 @@ def cast_files(folder: Path, dtype: torch.dtype) -> None:
     size = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as old:
-            metadata, tensors = old.metadata(), {name: cast(old.get_tensor(name), dtype) for name in old.keys()}
+            metadata, tensors = (
+                old.metadata(),
+                {name: cast(old.get_tensor(name), dtype) for name in old.keys()},
+            )
         size += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, file.with_suffix(".cast"), metadata)
         file.with_suffix(".cast").replace(file)

@@ -47,7 +47,9 @@ def report() -> dict[str, str]:
         "cpu": f"{platform.machine()}, {count_threads()}, {' '.join(native.levels()) or 'no levels'}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "compiler": command or "none",
-        "kernels": kernels("compiled when first used" if command else "not compiled, for want of a compiler"),
+        "kernels": kernels(
+            "compiled when first used" if command else "not compiled, for want of a compiler"
+        ),
         "cache": cache(),
         "cone attention": engine,
         "key-tied hsa": "compiled" if library.core() is not None else "plain torch",
@@ -82,7 +84,9 @@ def kernels(others: str) -> str:
     except ValueError as error:
         return str(error)
     if carried is not None:
-        return f"of the wheel, for {carried.level}: {len(carried.scores)} scores; others are {others}"
+        return (
+            f"of the wheel, for {carried.level}: {len(carried.scores)} scores; others are {others}"
+        )
     return f"{others}, for {level or 'this CPU'}; the installed package carries none"
 
 
@@ -99,6 +103,8 @@ def check_engine() -> str:
     """The engine that cone attention takes on this CPU, and how far its result is from the definition."""
     query, key, value = torch.randn(3, 1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
     name = "cpu" if library.load("umbral", False) is not None else "blockwise"
-    out, expected = (functional.cone_attention(query, key, value, backend=b) for b in (name, "reference"))
+    out, expected = (
+        functional.cone_attention(query, key, value, backend=b) for b in (name, "reference")
+    )
     half = f"; bfloat16 {library.bfloat16_products()}" if name == "cpu" else ""
     return f"{name}, {float((out - expected).abs().max()):.0e} from the definition{half}"

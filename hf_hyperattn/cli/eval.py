@@ -31,18 +31,35 @@ def run(args: argparse.Namespace) -> None:
     passes = 2 if args.mechanism or is_patched(config) else 1
     with progress(passes * len(ids)) as bar:
         bar.describe("loading")
-        measured = measure_both(args, load(args), lambda model: read(model, ids, window, prefix, bar))
-    report = {"model": args.model, "text": name, "tokens": len(ids), "window": window, **summary(measured)}
+        measured = measure_both(
+            args, load(args), lambda model: read(model, ids, window, prefix, bar)
+        )
+    report = {
+        "model": args.model,
+        "text": name,
+        "tokens": len(ids),
+        "window": window,
+        **summary(measured),
+    }
     output(args, report, show)
 
 
-def read(model: Any, ids: list[int], window: int, prefix: list[int], bar: ProgressBar) -> dict[str, Any]:
+def read(
+    model: Any, ids: list[int], window: int, prefix: list[int], bar: ProgressBar
+) -> dict[str, Any]:
     """Perplexity, loss in nats, speed, and the loss of every whole window."""
     bar.describe("reading")
     read = perplexity(model, ids, window, prefix=prefix, on_window=bar.advance)
-    whole = list(read.by_window[: max(1, len(ids) // window)])  # a short last one would count as much
+    whole = list(
+        read.by_window[: max(1, len(ids) // window)]
+    )  # a short last one would count as much
     speed = read.tokens_per_second
-    return {"perplexity": read.value, "loss": read.loss, "tokens_per_second": speed, "windows": whole}
+    return {
+        "perplexity": read.value,
+        "loss": read.loss,
+        "tokens_per_second": speed,
+        "windows": whole,
+    }
 
 
 def summary(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -52,7 +69,12 @@ def summary(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
     differences = [b - a for a, b in zip(measured[OWN]["windows"], measured[PATCHED]["windows"])]
     error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
     difference = measured[PATCHED]["loss"] - measured[OWN]["loss"]
-    return {"rows": measured, "difference": difference, "mean_of_windows": mean(differences), "standard_error": error}
+    return {
+        "rows": measured,
+        "difference": difference,
+        "mean_of_windows": mean(differences),
+        "standard_error": error,
+    }
 
 
 def show(report: dict[str, Any]) -> None:
@@ -61,7 +83,12 @@ def show(report: dict[str, Any]) -> None:
         f"{Path(report['model']).name}: {report['text']}, {report['tokens']:,} tokens, context {report['window']:,}\n"
     )
     rows = [
-        [name, f"{row['perplexity']:,.3f}", f"{row['loss']:.4f}", f"{row['tokens_per_second']:,.0f}"]
+        [
+            name,
+            f"{row['perplexity']:,.3f}",
+            f"{row['loss']:.4f}",
+            f"{row['tokens_per_second']:,.0f}",
+        ]
         for name, row in report["rows"].items()
     ]
     table(("attention", "perplexity", "nats a token", "tokens/s"), rows)
@@ -70,6 +97,10 @@ def show(report: dict[str, Any]) -> None:
               "\nOne row: it was converted or saved so that its original is not in it")  # fmt: skip
         return
     error = report["standard_error"]
-    sure = "one window, no error known" if error is None else f"standard error {error:.4f} over windows"
+    sure = (
+        "one window, no error known"
+        if error is None
+        else f"standard error {error:.4f} over windows"
+    )
     print(f"\nPatched less own: {report['difference']:+.4f} nats a token ({sure}), "
           f"perplexity {math.expm1(report['difference']):+.2%}")  # fmt: skip

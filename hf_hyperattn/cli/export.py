@@ -17,7 +17,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("what to write is not clear; allowed: one of --remote-code and --kernel")
     if args.kernel:
         if args.force:
-            raise ValueError("--force replaces checkpoints only; with --kernel choose an absent or empty directory")
+            raise ValueError(
+                "--force replaces checkpoints only; with --kernel choose an absent or empty directory"
+            )
         names = export_kernel(args.model.split(","), args.out)
         text = f'{args.out}: a kernel repository; upload it, and load with attn_implementation="OWNER/REPO:{names[0]}"'
         print(json.dumps({"out": args.out, "names": names}, indent=2) if args.json else text)
@@ -28,7 +30,9 @@ def run(args: argparse.Namespace) -> None:
         return
     print(f'{args.out}: load it with from_pretrained("{args.out}", trust_remote_code=True)')
     if left_out:
-        print(f"left out, as no part of a checkpoint or as code of others: {', '.join(map(repr, left_out))}")
+        print(
+            f"left out, as no part of a checkpoint or as code of others: {', '.join(map(repr, left_out))}"
+        )
     if packages:
         print(f"it needs packages whose code cannot be copied ({', '.join(packages)}): {install()}")
     else:

@@ -21,9 +21,21 @@ from ..integration.checkpoint_files import class_of, errors_as, load_config
 from .console import progress, reported, table
 from .demo import device_of
 from .inject_task import CHARACTERS, dtype_of, is_causal, results
-from .inputs import check_place, encode, prefix_of, quiet, read_text, read_tokenizer, window_of, write_checkpoint
+from .inputs import (
+    check_place,
+    encode,
+    prefix_of,
+    quiet,
+    read_text,
+    read_tokenizer,
+    window_of,
+    write_checkpoint,
+)
 
-REPORT, STATE = "hyperattn_heal.json", ".heal-state.safetensors"  # the state is beside the output, until it is there
+REPORT, STATE = (
+    "hyperattn_heal.json",
+    ".heal-state.safetensors",
+)  # the state is beside the output, until it is there
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +49,9 @@ def heal(args: argparse.Namespace) -> int:
     quiet()
     config = load_config(args.model, args.model)
     if recorded_hosts(config) is None or not is_causal(args.model, config):
-        raise ValueError(f"{args.model}: not a patched causal LM; allowed: one, such as `hyperattn inject` writes")
+        raise ValueError(
+            f"{args.model}: not a patched causal LM; allowed: one, such as `hyperattn inject` writes"
+        )
     tokenizer = read_tokenizer(args.model, args.model)
     length = window_of(config, args.length, max(tuned_lengths(config.hyperattn), default=2048))
     texts = read_texts(args, tokenizer, length)
@@ -45,7 +59,9 @@ def heal(args: argparse.Namespace) -> int:
         model = class_of(config).from_pretrained(args.model, dtype=torch.float32).eval()
     model.to(device_of(args.device))
     rates, prefix = (args.lr, args.patch_lr), prefix_of(tokenizer)
-    healing = Healing(model, texts, length, args.steps, args.lora or 0, *rates, args.seed, prefix, args.bf16)
+    healing = Healing(
+        model, texts, length, args.steps, args.lora or 0, *rates, args.seed, prefix, args.bf16
+    )
     count = sum(p.numel() for p in healing.trained().values())
     print(f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
           f"{args.seed}\nTexts: {', '.join(texts)}", flush=True)  # fmt: skip
@@ -62,7 +78,9 @@ def heal(args: argparse.Namespace) -> int:
     show(before, after)
     args.report = report_of(args, healing, before, after)
     if sum(kl for *_, kl in after.values()) >= sum(kl for *_, kl in before.values()):
-        print("\nthe held-out texts gain nothing: nothing is written; use more or other text, or lower rates")
+        print(
+            "\nthe held-out texts gain nothing: nothing is written; use more or other text, or lower rates"
+        )
         state.unlink(missing_ok=True)  # to go on from its end would gain nothing again
         return 1
     write(args, healing, tokenizer, dtype_of(config))
@@ -78,7 +96,9 @@ def check(args: argparse.Namespace) -> Path:
     state = target.with_name(target.name + STATE)
     if state.exists() and not args.resume:
         if not args.force:
-            raise ValueError(f"{state} holds an interrupted run; allowed: --resume to go on, --force to begin anew")
+            raise ValueError(
+                f"{state} holds an interrupted run; allowed: --resume to go on, --force to begin anew"
+            )
     return state
 
 
@@ -102,7 +122,9 @@ def read_texts(args: argparse.Namespace, tokenizer: Any, length: int) -> dict[st
         text, name = read_text(path, CHARACTERS * tokens)
         texts[name] = torch.tensor(encode(tokenizer, text, tokens, name))
     if len(texts) < len(args.text):
-        raise ValueError(f"--text {' '.join(args.text)}: two files of one name; allowed: texts of different names")
+        raise ValueError(
+            f"--text {' '.join(args.text)}: two files of one name; allowed: texts of different names"
+        )
     return texts
 
 
@@ -111,16 +133,31 @@ def show(before: Losses, after: Losses) -> None:
     print("\nHeld-out text, perplexity, and KL from the untouched model in nats a token:")
     form = lambda own, x: f"{math.exp(x):.3f} ({math.expm1(x - own):+.2%})"
     rows = [
-        [name, f"{math.exp(own):.3f}", form(own, old), form(own, new), f"{kl:.5f}", f"{healed_kl:.5f}"]
-        for (name, (own, old, kl)), (_, new, healed_kl) in zip(before.items(), after.values(), strict=True)
+        [
+            name,
+            f"{math.exp(own):.3f}",
+            form(own, old),
+            form(own, new),
+            f"{kl:.5f}",
+            f"{healed_kl:.5f}",
+        ]
+        for (name, (own, old, kl)), (_, new, healed_kl) in zip(
+            before.items(), after.values(), strict=True
+        )
     ]
     table(("text", "untouched", "injected", "healed", "KL injected", "KL healed"), rows)
 
 
-def report_of(args: argparse.Namespace, healing: Healing, before: Losses, after: Losses) -> dict[str, Any]:
+def report_of(
+    args: argparse.Namespace, healing: Healing, before: Losses, after: Losses
+) -> dict[str, Any]:
     """What was measured, as plain data."""
     texts = {
-        name: {"before": math.exp(own), "after": math.exp(after[name][1]), "injected": math.exp(old)}
+        name: {
+            "before": math.exp(own),
+            "after": math.exp(after[name][1]),
+            "injected": math.exp(old),
+        }
         | {"kl_injected": kl, "kl": after[name][2]}
         for name, (own, old, kl) in before.items()
     }
@@ -135,5 +172,7 @@ def write(args: argparse.Namespace, healing: Healing, tokenizer: Any, dtype: tor
     healed = healed if args.adapter or args.lora else healed.merge_and_unload().to(dtype)
     base, measured = hub_cards.hub_id_or_none(args.model), results(args, args.report)
     save = lambda stage: healed.save_pretrained(str(stage))
-    write_checkpoint(args.output, save, tokenizer, {REPORT: args.report}, base_model=base, results=measured)
+    write_checkpoint(
+        args.output, save, tokenizer, {REPORT: args.report}, base_model=base, results=measured
+    )
     print(f"\nwritten: {Path(args.output)}")

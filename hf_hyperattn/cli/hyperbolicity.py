@@ -49,11 +49,15 @@ def points_of(args: argparse.Namespace) -> dict[str, Tensor]:
     if path.suffix in READERS and not path.is_dir():
         if args.text is not None:
             raise ValueError("--text says nothing for a file of points; leave it out")
-        with errors_as(f"{path}: no points; allowed: numbers, one point a row, in {', '.join(READERS)}"):
+        with errors_as(
+            f"{path}: no points; allowed: numbers, one point a row, in {', '.join(READERS)}"
+        ):
             points = READERS[path.suffix](path)
         return {path.name: checked(args.source, points)}
     if path.is_file():
-        raise ValueError(f"{args.source}: no file of points; allowed: {', '.join(READERS)}, or the folder of a model")
+        raise ValueError(
+            f"{args.source}: no file of points; allowed: {', '.join(READERS)}, or the folder of a model"
+        )
     return vectors(args)
 
 
@@ -67,7 +71,9 @@ def only_matrix(tensors: dict[str, Tensor]) -> Tensor:
 def checked(name: str, points: Tensor) -> Tensor:
     """Points as float64 [N, d], where they can be measured."""
     if points.ndim != 2 or len(points) < 8 or points.is_complex():
-        raise ValueError(f"{name}: numbers of shape {list(points.shape)}; allowed: 8 points or more, one a row")
+        raise ValueError(
+            f"{name}: numbers of shape {list(points.shape)}; allowed: 8 points or more, one a row"
+        )
     points = points.double()
     if not points.isfinite().all():
         raise ValueError(f"{name}: holds nan or inf; allowed: finite numbers")

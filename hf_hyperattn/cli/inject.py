@@ -27,7 +27,10 @@ from .inject_task import PASSAGES, Task, dtype_of, prepare, results, write
 from .inputs import check_place, count_threads, positions_of, quiet
 from .smollm2 import cache_directory
 
-BUDGET, RETRIEVAL_BUDGET = 0.02, 0.05  # by default; the second of sparse alone, which no earlier script runs
+BUDGET, RETRIEVAL_BUDGET = (
+    0.02,
+    0.05,
+)  # by default; the second of sparse alone, which no earlier script runs
 ROWS, QUERIES = 384, 1024  # measured a text, and at least over all of them
 #: Options that say nothing for an encoder, and why.
 NOT_OF_ENCODERS = {
@@ -57,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure, choose, verify and write; raises ValueError or OSError for bad input."""
     check(args)
     quiet()
-    return reported(inject_collaborative if args.mechanism == "collaborative" else inject_rules, args)
+    return reported(
+        inject_collaborative if args.mechanism == "collaborative" else inject_rules, args
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -71,7 +76,9 @@ def check(args: argparse.Namespace) -> None:
     for name, mechanisms in SAYS_NOTHING:
         if getattr(args, name) not in (None, False) and args.mechanism in mechanisms:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} says nothing for --mechanism {args.mechanism}; leave it out")
+            raise ValueError(
+                f"--{option} says nothing for --mechanism {args.mechanism}; leave it out"
+            )
     if args.allow_slower and args.cost == "bytes":
         raise ValueError(
             "--allow-slower says nothing with --cost bytes, which writes a slower model too; leave it out"
@@ -87,13 +94,17 @@ def check(args: argparse.Namespace) -> None:
 def inject_rules(args: argparse.Namespace) -> int:
     """Give heads or layers cheaper rules; 1 where every candidate is refused and nothing is written."""
     if not args.text:
-        raise ValueError(f"--mechanism {args.mechanism} needs --text FILE...; allowed: one text or more")
+        raise ValueError(
+            f"--mechanism {args.mechanism} needs --text FILE...; allowed: one text or more"
+        )
     has_budget = args.budget is not None
     args.budget = args.budget if has_budget else BUDGET
     task = prepare(args)
     check_task(args, task)
     if task.is_encoder and has_budget and args.pairs is not None:
-        raise ValueError("--budget says nothing for an encoder beside --pairs; leave out one of them")
+        raise ValueError(
+            "--budget says nothing for an encoder beside --pairs; leave out one of them"
+        )
     if args.retrieval_budget is None and args.mechanism == "sparse" and not task.is_encoder:
         args.retrieval_budget = RETRIEVAL_BUDGET
     args.seed = args.seed or 0
@@ -107,7 +118,9 @@ def inject_rules(args: argparse.Namespace) -> int:
         report = injection.run(bar)
         rivals = injection.compare(bar) if args.compare else {}
         bar.describe("timing")
-        pays = pays_from(model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config))
+        pays = pays_from(
+            model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config)
+        )
     report["attention_seconds"] = dict(zip(("before", "after"), pays.seconds[task.length]))
     show_measured(injection)
     show_tried(injection.tried, task.is_encoder)
@@ -157,9 +170,13 @@ def percent(share: float) -> str:
 def check_task(args: argparse.Namespace, task: Task) -> None:
     """Refuse what says nothing for an encoder, and texts that are called as what is made of them for a causal model."""
     if not task.is_encoder:
-        taken = [name for name in task.texts[0] if re.fullmatch(rf"({'|'.join(RETRIEVAL)})( \d+)?", name)]
+        taken = [
+            name for name in task.texts[0] if re.fullmatch(rf"({'|'.join(RETRIEVAL)})( \d+)?", name)
+        ]
         if taken:
-            raise ValueError(f"--text {taken[0]}: a test of retrieval has this name; allowed: another name, with .txt")
+            raise ValueError(
+                f"--text {taken[0]}: a test of retrieval has this name; allowed: another name, with .txt"
+            )
         return
     for name, why in NOT_OF_ENCODERS.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
@@ -167,7 +184,9 @@ def check_task(args: argparse.Namespace, task: Task) -> None:
             raise ValueError(f"--{option} says nothing for an encoder, {why}; leave it out")
 
 
-def injection_of(args: argparse.Namespace, task: Task, model: Any) -> CausalInjection | EncoderInjection:
+def injection_of(
+    args: argparse.Namespace, task: Task, model: Any
+) -> CausalInjection | EncoderInjection:
     """What is to be done, to a model that is loaded."""
     options = (task.length, args.budget, args.pairs)
     kind: Any = hsa if args.mechanism == "hsa" else sparse
@@ -205,9 +224,13 @@ def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) 
     )
 
 
-def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays, is_encoder: bool = False) -> str | None:
+def slower(
+    args: argparse.Namespace, report: dict[str, Any], pays: Pays, is_encoder: bool = False
+) -> str | None:
     """Say where the model is faster; for sparse rules, why one that is slower is not written."""
-    before, after = (report["attention_seconds"][key] for key in ("before", "after"))  # of the same pass: of one load
+    before, after = (
+        report["attention_seconds"][key] for key in ("before", "after")
+    )  # of the same pass: of one load
     report["faster"] = faster((before, after))
     word = "faster" if report["faster"] else "NOT faster"
     print(
@@ -243,7 +266,9 @@ def show_families(injection: CausalInjection) -> None:
     for name, rules in allocation.layers.items():
         kinds = ["exact" if rule.is_exact else rule.family for rule in rules]
         share = sum(rule.share(allocation.length) for rule in rules) / len(rules)
-        rows.append([name, f"{share:.1%}", *(str(kinds.count(kind)) for kind in ("exact", *families))])
+        rows.append(
+            [name, f"{share:.1%}", *(str(kinds.count(kind)) for kind in ("exact", *families))]
+        )
     print("\nHeads by rule:")
     table(("layer", "pairs", "exact", *families), rows)
 
@@ -264,8 +289,12 @@ def show_certificate(injection: CausalInjection) -> None:
     """What every layer loses under one common setting, KL from its own attention, by the certificate."""
     rules: list[Any] = list(injection.rules)
     has = lambda rule, wanted: all(getattr(rule, name) == value for name, value in wanted.items())
-    undropped = {"block_bias": 0.0}  # at lengths that are too short for the setting that is shown elsewhere
-    at = next(i for wanted in (SHOWN, undropped) for i, rule in enumerate(rules) if has(rule, wanted))
+    undropped = {
+        "block_bias": 0.0
+    }  # at lengths that are too short for the setting that is shown elsewhere
+    at = next(
+        i for wanted in (SHOWN, undropped) for i, rule in enumerate(rules) if has(rule, wanted)
+    )
     rows = []
     for name in injection.measured[0].kl:
         kl = torch.stack([m.kl[name][:, at] for m in injection.measured]).mean(0)
@@ -277,7 +306,9 @@ def show_certificate(injection: CausalInjection) -> None:
 
 def show_layers(injection: EncoderInjection) -> None:
     """What every layer of an encoder loses by itself."""
-    print("\nLoss of each layer changed alone (1 - cosine, worst text), the least and by its chosen setting:")
+    print(
+        "\nLoss of each layer changed alone (1 - cosine, worst text), the least and by its chosen setting:"
+    )
     rows, sparse = [], injection.allocation.sparse
     for name, (costs,) in injection.costs.items():
         cost, setting = "exact", ""
@@ -290,7 +321,9 @@ def show_layers(injection: EncoderInjection) -> None:
 
 def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None:
     """The loss of every allocation that was tried."""
-    print(f"\nTried on the second part of each text ({'1 - cosine' if is_encoder else 'rise of perplexity'}):")
+    print(
+        f"\nTried on the second part of each text ({'1 - cosine' if is_encoder else 'rise of perplexity'}):"
+    )
     rows = [
         [str(len(a.sparse)), f"{a.pairs:.1%}", *(loss_text(x, is_encoder) for x in losses.values())]
         for a, losses in tried
@@ -300,10 +333,17 @@ def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None
 
 def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
     """The table before and after, on the third part of each text."""
-    print(f"\nHeld-out text, before and after{'' if is_encoder else ' (perplexity of texts and of answers)'}:")
+    print(
+        f"\nHeld-out text, before and after{'' if is_encoder else ' (perplexity of texts and of answers)'}:"
+    )
     unable = cannot_do(report)
     rows = [
-        [f"{report['metric']}, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", loss_text(r["loss"], is_encoder)]
+        [
+            f"{report['metric']}, {name}",
+            f"{r['before']:.3f}",
+            f"{r['after']:.3f}",
+            loss_text(r["loss"], is_encoder),
+        ]
         for name, r in report["texts"].items()
     ]
     for name, r in report.get("retrieval", {}).items():
@@ -315,7 +355,9 @@ def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
     rows.append(["attended pairs", "100.0%", f"{report['pairs']:.1%}", ""])
     cost = report.get("cost", {"name": "pairs"})
     if cost["name"] != "pairs":
-        rows.append([f"{CALLED[cost['name']]}, of the rules alone", "100.0%", f"{cost['share']:.1%}", ""])
+        rows.append(
+            [f"{CALLED[cost['name']]}, of the rules alone", "100.0%", f"{cost['share']:.1%}", ""]
+        )
     a, b = (report["attention_seconds"][key] for key in ("before", "after"))
     rows.append(["attention, time", f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.2f}x the time"])
     a, b = (report["seconds"][key] for key in ("before", "after"))

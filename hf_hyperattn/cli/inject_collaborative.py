@@ -45,13 +45,19 @@ def inject_collaborative(args: argparse.Namespace) -> int:
 
     examples = None
     if task is not None:  # the first two parts of every text
-        read_parts = [ids if task.is_encoder else ids[None] for part in task.texts[:2] for ids in part.values()]
+        read_parts = [
+            ids if task.is_encoder else ids[None]
+            for part in task.texts[:2]
+            for ids in part.values()
+        ]
         examples = [{"input_ids": ids} for ids in read_parts]
     parts = share_heads(model, config, False, examples, show_and_measure)
     losses: dict[str, list[float]] = {}
     if task is not None:
         for text, value in read(task, model).items():
-            losses[text] = [0.0, distance(before[text], value)] if task.is_encoder else [before[text], value]
+            losses[text] = (
+                [0.0, distance(before[text], value)] if task.is_encoder else [before[text], value]
+            )
         print(f"\nOn the last third of each text ({task.length} tokens a piece):")
         name = "1 - cosine" if task.is_encoder else "perplexity"
         rows = [[text, f"{a:.4f}", f"{b:.4f}"] for text, (a, b) in losses.items()]
@@ -69,7 +75,9 @@ def check(args: argparse.Namespace) -> None:
         )
     for name in ("budget", "pairs", "rows"):
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name} says nothing for --mechanism collaborative; leave it out, use --rank")
+            raise ValueError(
+                f"--{name} says nothing for --mechanism collaborative; leave it out, use --rank"
+            )
     if args.length is not None and not args.text:
         raise ValueError("--length says nothing without --text; leave it out")
 
@@ -82,7 +90,9 @@ def read(task: Task, model: Any) -> dict[str, Any]:
     return {name: perplexity(model, ids, len(ids)).value for name, ids in task.texts[2].items()}
 
 
-def report_of(args: argparse.Namespace, parts: list, losses: dict[str, list[float]]) -> dict[str, Any]:
+def report_of(
+    args: argparse.Namespace, parts: list, losses: dict[str, list[float]]
+) -> dict[str, Any]:
     """The request, and what came of it."""
     layers = {
         p.host.name: {

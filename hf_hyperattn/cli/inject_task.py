@@ -22,7 +22,15 @@ import hub_cards
 
 from ..integration.checkpoint_files import errors_as, load_config
 from . import device_map
-from .inputs import count_threads, encode, prefix_of, read_text, read_tokenizer, window_of, write_checkpoint
+from .inputs import (
+    count_threads,
+    encode,
+    prefix_of,
+    read_text,
+    read_tokenizer,
+    window_of,
+    write_checkpoint,
+)
 
 REPORT = "hyperattn_inject.json"
 CHARACTERS = 16  # of a text are read for a token; texts have about 4
@@ -54,13 +62,17 @@ def prepare(args: argparse.Namespace) -> Task:
     tokenizer = read_tokenizer(args.model, args.model)
     is_encoder = not is_causal(args.model, config)
     length = window_of(config, args.length, 128 if is_encoder else 2048)
-    prefix = torch.tensor([] if is_encoder else prefix_of(tokenizer), dtype=torch.long)  # of every part
+    prefix = torch.tensor(
+        [] if is_encoder else prefix_of(tokenizer), dtype=torch.long
+    )  # of every part
     piece = length * PASSAGES if is_encoder else length - len(prefix)  # tokens of a text in a part
     texts: list[dict[str, Tensor]] = [{} for _ in range(PARTS)]
     for path in args.text:
         text, name = read_text(path, CHARACTERS * PARTS * piece)
         if name in texts[0]:
-            raise ValueError(f"--text {path}: a second text called {name}; allowed: texts of different names")
+            raise ValueError(
+                f"--text {path}: a second text called {name}; allowed: texts of different names"
+            )
         ids = encode(tokenizer, text, PARTS * piece, name)
         if len(ids) < PARTS * piece:
             raise ValueError(
@@ -68,7 +80,11 @@ def prepare(args: argparse.Namespace) -> Task:
                 "a longer text or a smaller --length"
             )
         for part, ids_of_part in zip(texts, torch.tensor(ids).split(piece)):
-            whole = passages(tokenizer, ids_of_part, length) if is_encoder else torch.cat([prefix, ids_of_part])
+            whole = (
+                passages(tokenizer, ids_of_part, length)
+                if is_encoder
+                else torch.cat([prefix, ids_of_part])
+            )
             part[name] = whole
     return Task(config, tokenizer, texts, length, is_encoder)
 
@@ -85,7 +101,9 @@ def is_causal(path: str, config: PreTrainedConfig) -> bool:
     """Whether the checkpoint is of a causal LM, not of a text encoder; raises ValueError where it is neither."""
     classes = "".join(config.architectures or ())
     if config.is_encoder_decoder:
-        raise ValueError(f"{path}: an encoder with a decoder; allowed: causal LMs and text encoders")
+        raise ValueError(
+            f"{path}: an encoder with a decoder; allowed: causal LMs and text encoders"
+        )
     causal = "CausalLM" in classes or "LMHead" in classes
     with errors_as(f"{path}: not a causal LM or text encoder"), torch.device("meta"):
         (AutoModelForCausalLM if causal else AutoModel).from_config(copy.deepcopy(config))
@@ -94,7 +112,9 @@ def is_causal(path: str, config: PreTrainedConfig) -> bool:
 
 def passages(tokenizer: Any, ids: Tensor, length: int) -> Tensor:
     """[PASSAGES, length] of the tokens, between the tokenizer's first and last special token."""
-    first, last = ([] if x is None else [x] for x in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    first, last = (
+        [] if x is None else [x] for x in (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    )
     inner = length - len(first) - len(last)
     return torch.tensor([first + row[:inner].tolist() + last for row in ids.split(length)])
 
@@ -124,7 +144,9 @@ def write(
         print("\nNothing written: no --output was given.")
         return
     base, save = hub_cards.hub_id_or_none(args.model), partial(device_map.save, model, dtype)
-    write_checkpoint(args.output, save, tokenizer, {REPORT: report}, base_model=base, results=results)
+    write_checkpoint(
+        args.output, save, tokenizer, {REPORT: report}, base_model=base, results=results
+    )
     print(f"\nwritten: {Path(args.output)}")
 
 
@@ -140,8 +162,13 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
         or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{chosen_by}{time_note(report)}.",
     }
     rows = [(f"{name}, held-out part", r) for name, r in report["texts"].items()]
-    rows += [(f"retrieval: answers of {name}", r) for name, r in report.get("retrieval", {}).items()]
-    return [{**common, "value": r["after"], "base_value": r["before"], "dataset": where} for where, r in rows]
+    rows += [
+        (f"retrieval: answers of {name}", r) for name, r in report.get("retrieval", {}).items()
+    ]
+    return [
+        {**common, "value": r["after"], "base_value": r["before"], "dataset": where}
+        for where, r in rows
+    ]
 
 
 def circumstances(args: argparse.Namespace, *programs: str) -> dict[str, Any]:
@@ -166,7 +193,9 @@ def time_note(report: dict[str, Any]) -> str:
     if "faster" not in report:
         return ""
     share = report["attention_seconds"]["after"] / report["attention_seconds"]["before"]
-    return f", attention in {share:.2f} of stock's time{'' if report['faster'] else ' (not faster)'}"
+    return (
+        f", attention in {share:.2f} of stock's time{'' if report['faster'] else ' (not faster)'}"
+    )
 
 
 def public_command(args: argparse.Namespace) -> str:

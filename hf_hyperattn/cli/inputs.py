@@ -79,14 +79,20 @@ def positions_of(config: PreTrainedConfig) -> int | None:
 
 
 def window_of(
-    config: PreTrainedConfig, length: int | None, default: int, prefix: int = 0, option: str = "--length"
+    config: PreTrainedConfig,
+    length: int | None,
+    default: int,
+    prefix: int = 0,
+    option: str = "--length",
 ) -> int:
     """Tokens a window: the option's or the default, as far as the model has positions for them and for a prefix."""
     positions = positions_of(config)
     if positions is None:
         return length or default
     if length and length + prefix > positions:
-        raise ValueError(f"{option} {length} exceeds what the model reads; allowed: up to {positions - prefix}")
+        raise ValueError(
+            f"{option} {length} exceeds what the model reads; allowed: up to {positions - prefix}"
+        )
     return length or min(default, positions - prefix)
 
 
@@ -106,7 +112,11 @@ def check_place(option: str, path: str) -> None:
 
 
 def write_checkpoint(
-    target: str, save: Callable[[Path], object], tokenizer: Any, reports: Mapping[str, Any] | None = None, **facts
+    target: str,
+    save: Callable[[Path], object],
+    tokenizer: Any,
+    reports: Mapping[str, Any] | None = None,
+    **facts,
 ) -> None:
     """Write a folder in place of what is there, whole or not at all.
 
@@ -129,8 +139,12 @@ def default_text() -> tuple[str, str]:
     """A text that every Python has, and what to call it: the source of `argparse`."""
     file = argparse.__file__ or ""
     if not file.endswith(".py"):
-        raise ValueError("this Python has no source of argparse; give a text of your own with --text FILE")
-    return Path(file).read_text(encoding="utf-8"), f"argparse.py of Python {platform.python_version()}"
+        raise ValueError(
+            "this Python has no source of argparse; give a text of your own with --text FILE"
+        )
+    return Path(file).read_text(
+        encoding="utf-8"
+    ), f"argparse.py of Python {platform.python_version()}"
 
 
 def read_text(path: str, limit: int) -> tuple[str, str]:
@@ -151,7 +165,9 @@ def read_text(path: str, limit: int) -> tuple[str, str]:
         reason = error.strerror or error
         raise ValueError(f"--text {path}: {reason}; allowed: a readable text file") from error
     if "\0" in text:
-        raise ValueError(f"--text {path}: binary (it holds a zero byte); allowed: a text file in UTF-8")
+        raise ValueError(
+            f"--text {path}: binary (it holds a zero byte); allowed: a text file in UTF-8"
+        )
     return text, Path(path).name
 
 

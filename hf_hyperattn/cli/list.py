@@ -32,7 +32,9 @@ def run(args: argparse.Namespace) -> None:
     """
     known = all_mechanisms()
     if args.mechanism is None:
-        print(json.dumps(known, indent=2, ensure_ascii=False) if args.json else format_overview(known))
+        print(
+            json.dumps(known, indent=2, ensure_ascii=False) if args.json else format_overview(known)
+        )
         return
     name = next((n for n, about in known.items() if args.mechanism in (n, *about["names"])), None)
     if name is None:
@@ -53,7 +55,9 @@ def format_overview(known: dict[str, dict[str, Any]]) -> str:
         members = {name: about for name, about in known.items() if about["group"] == group}
         if not members:
             continue
-        lines = [fold(f"  {name}".ljust(width), about["summary"]) for name, about in members.items()]
+        lines = [
+            fold(f"  {name}".ljust(width), about["summary"]) for name, about in members.items()
+        ]
         parts.append("\n".join([heading, *lines]))
     return "\n\n".join([*parts, ADVICE])
 
@@ -71,7 +75,9 @@ def describe_mechanism(about: dict[str, Any]) -> dict[str, list[str]]:
     """Return the lines that `hyperattn list NAME` shows, by their labels."""
     names = [f'"{name}"' for name in about["names"]]
     by_name = ["attn_implementation=" + " or ".join(names)] if names else []
-    settings = ", ".join(f"{key}={format_default(value)}" for key, value in about["defaults"].items())
+    settings = ", ".join(
+        f"{key}={format_default(value)}" for key, value in about["defaults"].items()
+    )
     return {
         "Use it to": [about["use_to"]],
         "Apply with": [*(APPLY[way].format(**about) for way in about["how"]), *by_name],
@@ -103,4 +109,6 @@ def fold(label: str, text: str) -> str:
     """Return text behind a label, with further lines indented below the first."""
     width = max(50, min(WIDEST, shutil.get_terminal_size().columns))
     indent = " " * len(label)
-    return textwrap.fill(text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
+    )

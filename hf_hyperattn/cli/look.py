@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> None:
     check_folder("--out", args.out)
     config = load_config(args.model, args.model)
     if config.is_encoder_decoder:
-        raise ValueError(f"{args.model} has an encoder and a decoder; allowed: a decoder or an encoder of one stack")
+        raise ValueError(
+            f"{args.model} has an encoder and a decoder; allowed: a decoder or an encoder of one stack"
+        )
     length = window_of(config, args.length, LENGTH)
     text, name = read_text(args.text, CHARACTERS * length)
     tokenizer = read_tokenizer(args.model, args.model)
@@ -58,7 +60,11 @@ def run(args: argparse.Namespace) -> None:
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         (stage / DATA).write_text(text + "\n", encoding="utf-8")
         (stage / PAGE).write_text(page(text), encoding="utf-8")
-    said = {"page": os.path.join(args.out, PAGE), "data": os.path.join(args.out, DATA), "next": data["next"]}
+    said = {
+        "page": os.path.join(args.out, PAGE),
+        "data": os.path.join(args.out, DATA),
+        "next": data["next"],
+    }
     print(json.dumps(said, indent=2) if args.json else lines(data, said))
 
 
@@ -75,7 +81,9 @@ def layers_of(option: str | None, config: Any) -> list[int] | None:
     strange = [n for n in chosen if not 0 <= n < count]
     if strange or not chosen:
         what = f"layer {strange[0]}, which" if strange else "nothing that"
-        raise ValueError(f"--layers {option!r} names {what} the model does not have; allowed: 0 to {count - 1}")
+        raise ValueError(
+            f"--layers {option!r} names {what} the model does not have; allowed: 0 to {count - 1}"
+        )
     return chosen
 
 
@@ -87,7 +95,9 @@ def load(path: str, config: Any) -> Any:
         return class_of(config).from_pretrained(path, dtype="float32", **settings)
 
 
-def report(args: argparse.Namespace, model: Any, tokenizer: Any, ids: list[int], text: str, layers) -> dict:
+def report(
+    args: argparse.Namespace, model: Any, tokenizer: Any, ids: list[int], text: str, layers
+) -> dict:
     """What the page shows."""
     with errors_as(f"{args.model}: cannot look at it"):
         spaced = {len(ids) * i // 8 - 1 for i in range(1, 9)}
@@ -118,7 +128,8 @@ def page(data: str) -> str:
     """The template with the data in it, as JSON in which no tag can begin."""
     template = (Path(__file__).parent / PAGE).read_text(encoding="utf-8")
     return template.replace(
-        PLACE, data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+        PLACE,
+        data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
     )
 
 
@@ -129,7 +140,9 @@ def lines(data: dict[str, Any], said: dict[str, Any]) -> str:
     return "\n".join([head, *(f"\n{step['text']}\n    {step['command']}" for step in said["next"])])
 
 
-def suggestions(args: argparse.Namespace, data: dict[str, Any], by_name: bool) -> list[dict[str, str]]:
+def suggestions(
+    args: argparse.Namespace, data: dict[str, Any], by_name: bool
+) -> list[dict[str, str]]:
     """What to try next, from what was measured: a sentence and a command each."""
     patched = {name for host in data["hosts"] for name in host["mechanisms"]}
     if by_name and not patched:
@@ -147,7 +160,16 @@ def of_unpatched(args: argparse.Namespace, data: dict[str, Any]) -> list[tuple[s
         (
             f"{resting} of {len(shares)} heads give the first token more than half of their attention. How many pairs "
             "of tokens the model can leave out, head by head and without training:",
-            command("inject", args.model, "--mechanism", "hsa", "--text", args.text, "--output", f"{stem(args)}-hsa"),
+            command(
+                "inject",
+                args.model,
+                "--mechanism",
+                "hsa",
+                "--text",
+                args.text,
+                "--output",
+                f"{stem(args)}-hsa",
+            ),
         )
     ]
     nearer, farther, places = count_sides(data["hyperbolicity"])
@@ -179,22 +201,40 @@ def is_clearly_more(nearer: int, farther: int) -> bool:
     return as_many < LEVEL * 2**tosses
 
 
-def of_patched(args: argparse.Namespace, data: dict[str, Any], patched: set[str]) -> list[tuple[str, str]]:
+def of_patched(
+    args: argparse.Namespace, data: dict[str, Any], patched: set[str]
+) -> list[tuple[str, str]]:
     """What to do with what is patched in."""
-    steps, gates = [], {name: rows for name, rows in data["values"].items() if name.endswith("gate")}
-    moved = max((abs(g) for rows in gates.values() for row in rows for g in row or ()), default=None)
+    steps, gates = (
+        [],
+        {name: rows for name, rows in data["values"].items() if name.endswith("gate")},
+    )
+    moved = max(
+        (abs(g) for rows in gates.values() for row in rows for g in row or ()), default=None
+    )
     recipe = next((name for name in RECIPES if name in patched), None)
     if moved == 0:
         text = "No gate has moved: the model computes what it did before. Train it (in a clone; the recipe names its"
         steps.append((f"{text} model):", RECIPE.format(recipe or "cone")))
     elif moved is not None:
         layer, size = strongest(gates)
-        text = f"Gates have moved most in layer {layer} (mean size {size:.3g}). Values of every head:"
+        text = (
+            f"Gates have moved most in layer {layer} (mean size {size:.3g}). Values of every head:"
+        )
         steps.append((text, command("describe", args.model, "--heads")))
     if "hsa" in patched:
         length = f"{2 * data['tokens']}"
-        text = "Blocks close only away from the query. Twice the length, where model and text have it:"
-        steps.append((text, command("look", args.model, "--text", args.text, "--out", args.out, "--length", length)))
+        text = (
+            "Blocks close only away from the query. Twice the length, where model and text have it:"
+        )
+        steps.append(
+            (
+                text,
+                command(
+                    "look", args.model, "--text", args.text, "--out", args.out, "--length", length
+                ),
+            )
+        )
     if moved != 0:
         text = "To share it, check first that it reloads exactly:"
         steps.append((text, command("push", args.model, f"your-name/{stem(args)}", "--dry-run")))

@@ -23,14 +23,18 @@ OWN, PATCHED = "own attention", "patched"
 def mechanism_configs(recipe: str) -> list[MechanismConfig]:
     """The configs that a recipe names, such as "cone+hype": mechanisms with their defaults, or names of attention."""
     named = named_configs()
-    return [named[name] if name in named else MECHANISMS[name].config() for name in recipe.split("+")]
+    return [
+        named[name] if name in named else MECHANISMS[name].config() for name in recipe.split("+")
+    ]
 
 
 def causal_config(path: str) -> PreTrainedConfig:
     """The config of a causal LM; raises ValueError for what is none."""
     config = load_config(path, path)
     classes = "".join(config.architectures or ())
-    causal = "CausalLM" in classes or "LMHead" in classes  # a BERT can be loaded as one, and then reads both ways
+    causal = (
+        "CausalLM" in classes or "LMHead" in classes
+    )  # a BERT can be loaded as one, and then reads both ways
     if type(config) not in AutoModelForCausalLM._model_mapping or not causal:
         raise ValueError(
             f"{path}: {config.model_type} is no causal LM; allowed: a model that AutoModelForCausalLM loads"
@@ -50,7 +54,9 @@ def check_request(args: argparse.Namespace, config: PreTrainedConfig, needs_patc
             f"{args.model}: patched already; leave out --mechanism, or name a model with its own attention"
         )
     if needs_patch and not patched and not args.mechanism:
-        raise ValueError(f"{args.model}: has its own attention; add what to measure beside it: --mechanism cone")
+        raise ValueError(
+            f"{args.model}: has its own attention; add what to measure beside it: --mechanism cone"
+        )
     if args.mode != "blend" and not args.mechanism:
         raise ValueError(f"--mode {args.mode} says nothing without --mechanism; leave it out")
 
@@ -69,7 +75,9 @@ def load(args: argparse.Namespace) -> Any:
     """The model on its device, in evaluation mode."""
     device = device_of(args.device)
     with errors_as(f"{args.model}: cannot load it"):
-        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=getattr(torch, args.dtype)
+        )
     return model.to(device).eval()
 
 
@@ -79,13 +87,19 @@ def patch(model: Any, recipe: str, mode: Any, layers: Any = None) -> Any:
         return ha.patch_model(model, *mechanism_configs(recipe), mode=mode, layers=layers)
 
 
-def measure_both(args: argparse.Namespace, model: Any, measure: Callable[[Any], Any]) -> dict[str, Any]:
+def measure_both(
+    args: argparse.Namespace, model: Any, measure: Callable[[Any], Any]
+) -> dict[str, Any]:
     """What `measure` says of a model with its own attention and patched, by `OWN` and `PATCHED`; of one alone where
     there is no other: a stock model without --mechanism, a conversion.
     """
     if not is_patched(model.config):
         own = {OWN: measure(model)}
-        return own | ({PATCHED: measure(patch(model, args.mechanism, args.mode).eval())} if args.mechanism else {})
+        return own | (
+            {PATCHED: measure(patch(model, args.mechanism, args.mode).eval())}
+            if args.mechanism
+            else {}
+        )
     patched = measure(model)
     if not any(patched_hosts(model)) and by_name(model.config):
         model.set_attn_implementation("sdpa")

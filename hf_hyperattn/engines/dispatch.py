@@ -40,7 +40,9 @@ def register_engine(name: str, attend: Callable) -> None:
     RESOLVED.clear()
 
 
-def attend_or_refuse(name: str, engine, score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
+def attend_or_refuse(
+    name: str, engine, score: PairScore, value: Tensor, options: Options
+) -> tuple[Tensor, None]:
     """One of the engines that cannot do everything; ValueError where a call asks for more, which it names."""
     reason = engine.unsupported_reason(score, value, options)
     if reason is not None:
@@ -66,7 +68,9 @@ def available_engines() -> tuple[str, ...]:
 def check_backend(backend: str) -> str:
     """The name of an engine, or a ValueError that lists those there are."""
     if backend != "auto" and backend not in ENGINES:
-        raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(available_engines())}")
+        raise ValueError(
+            f"backend={backend!r} is unknown; allowed: {', '.join(available_engines())}"
+        )
     return backend
 
 
@@ -112,7 +116,9 @@ def attention(
         options = checked(options, score)
     if weights or torch.compiler.is_compiling() or torch.jit.is_tracing():
         with full_precision(query.device):
-            out, attention_weights = resolve(score, value, options, backend, weights)(score, value, options)
+            out, attention_weights = resolve(score, value, options, backend, weights)(
+                score, value, options
+            )
         return out, attention_weights if weights else None
     (batch, heads, n, width), m = query.shape, key.shape[2]
     size = batch * heads * n * m
@@ -154,21 +160,35 @@ def attention(
         return run(score, value, options)
 
 
-def resolve(score: PairScore, value: Tensor, options: Options, backend: str, weights: bool) -> Callable:
+def resolve(
+    score: PairScore, value: Tensor, options: Options, backend: str, weights: bool
+) -> Callable:
     """What computes calls of this kind, `run(score, value, options) -> (output, weights or None)`."""
     if options.aggregation is not None:
-        fits = check_backend(backend) == "cpu" or (backend == "auto" and decodes(score, value, options))
+        fits = check_backend(backend) == "cpu" or (
+            backend == "auto" and decodes(score, value, options)
+        )
         layout = cpu.decodes(score, value, options) if fits and not weights else None
         if layout is None:
             return partial(average_columns, partial(attention, backend=backend, weights=weights))
         return partial(cpu.kernels.decode, layout)
-    if options.any_rounding and backend == "auto" and not weights and tiles_pay(score, value, options):
+    if (
+        options.any_rounding
+        and backend == "auto"
+        and not weights
+        and tiles_pay(score, value, options)
+    ):
         return cpu.resolve(score, value, options)
     name = choose(score, value, options, weights) if check_backend(backend) == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
     check_transforms(name)
-    if backend == "auto" and not weights and not torch.compiler.is_compiling() and depends_on_call(score, name):
+    if (
+        backend == "auto"
+        and not weights
+        and not torch.compiler.is_compiling()
+        and depends_on_call(score, name)
+    ):
         return attend_by_choice
     if ENGINES[name] is cpu.attend:
         return cpu.resolve(score, value, options)
@@ -215,9 +235,13 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     """The engine for `auto`: SDPA for a plain dot product, compiled tiles for all else; where they cannot serve, SDPA
     for what it can add to a dot product, then blocks, or the whole matrix where that is faster to do (dense.py).
     """
-    if weights or is_exporting() or is_transformed():  # of plain operators, a program too, which needs nothing of ours
+    if (
+        weights or is_exporting() or is_transformed()
+    ):  # of plain operators, a program too, which needs nothing of ours
         return "reference"
-    compiling = torch.compiler.is_compiling()  # no guard on lengths: a compiled or exported call serves all of them
+    compiling = (
+        torch.compiler.is_compiling()
+    )  # no guard on lengths: a compiled or exported call serves all of them
     size = 0 if compiling else math.prod(score.shape)
     if decodes(score, value, options):
         return "cpu"
@@ -226,11 +250,15 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     tiles = "cpu" if cpu.supports(score, value, options) else "blockwise"
     if triton.supports(score, value, options):
         tiles = "triton"
-    if compiling or (tiles != "blockwise" and len(score.terms) > 1):  # faster than biases as columns
+    if compiling or (
+        tiles != "blockwise" and len(score.terms) > 1
+    ):  # faster than biases as columns
         return tiles
     if sdpa.supports(score, value, options):
         return "sdpa"
-    if tiles == "blockwise" and dense.pays(score.shape, learns(score, value, options), compiled=False):
+    if tiles == "blockwise" and dense.pays(
+        score.shape, learns(score, value, options), compiled=False
+    ):
         return "reference"
     return tiles
 
@@ -272,7 +300,9 @@ def checked(options: Options, score: PairScore) -> Options:
     bias = check_broadcast("bias", options.bias, shape)
     sinks = options.sinks
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; allowed: one value per query head, ({heads},)")
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}; allowed: one value per query head, ({heads},)"
+        )
     return replace(
         options,
         mask=mask,

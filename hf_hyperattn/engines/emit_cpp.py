@@ -152,7 +152,9 @@ class CppWriter:
             if node.op == "where" and arguments[1] == arguments[2]:  # but for `detach`
                 return arguments[1]
             self.names[node] = f"v{node.order}"
-            self.add(f"const {kind(node)} v{node.order} = {EXPRESSIONS[node.op].format(*arguments)};")
+            self.add(
+                f"const {kind(node)} v{node.order} = {EXPRESSIONS[node.op].format(*arguments)};"
+            )
         return self.names[node]
 
     def vector(self, node: Node) -> str:
@@ -189,7 +191,9 @@ def emitted_reader(reader: Reader, name: str) -> str:
     for i, node in enumerate(statistics):
         w.add(f"statistic[{i}] = {w.vector(node)};")
     w.add(f"return {w.vector(factor)};")
-    norms = any(node.op == "column" and node.value == 1 for node in ancestors([factor, *statistics]))
+    norms = any(
+        node.op == "column" and node.value == 1 for node in ancestors([factor, *statistics])
+    )
     return READER.format(
         name=name, inputs=reader.columns, statistics=len(statistics), left_out=reader.left_out,
         norms=str(norms).lower(), body=w.result(),
@@ -208,7 +212,9 @@ def functor(term: Term) -> str:
     read: set[Node] = set()
     # what reads the state is written first, so that it is known what that has to hold
     pull = CppWriter(forward, read)
-    texts = write_pull(t, pull) | ({} if distance is None else write_distance(t.graph, distance, forward, read))
+    texts = write_pull(t, pull) | (
+        {} if distance is None else write_distance(t.graph, distance, forward, read)
+    )
     texts |= {
         "pull": pull.result(),
         "logit": write_forward(t.logit, "s.logit", read, 4 if distance is None else 6),
@@ -255,7 +261,9 @@ def write_pull(t: Traced, w: CppWriter) -> dict[str, str]:
     return {"gradient": w.vector(d), "slope": w.vector(slope)}
 
 
-def write_gradients(w: CppWriter, by_grad: dict[Node, Node], by_one: dict[Node, Node], how: str) -> None:
+def write_gradients(
+    w: CppWriter, by_grad: dict[Node, Node], by_one: dict[Node, Node], how: str
+) -> None:
     """Assignments to what `pull` returns: slopes for parameters, gradients for all else."""
     others = {leaf: by_one[leaf] for leaf in by_one if leaf.op == "head"}
     for leaf, gradient in (by_grad | others).items():
@@ -263,9 +271,15 @@ def write_gradients(w: CppWriter, by_grad: dict[Node, Node], by_one: dict[Node, 
         w.add(f"to.{leaf.op}{place} {how} {w.vector(gradient)};")
 
 
-def write_distance(g: Graph, distance: Distance, forward: set[Node], read: set[Node]) -> dict[str, str]:
+def write_distance(
+    g: Graph, distance: Distance, forward: set[Node], read: set[Node]
+) -> dict[str, str]:
     """Which pairs' distances are taken from differences, and the gradients of those."""
-    inexact, factors, pull = CppWriter(forward, read, 8), CppWriter(set(), set(), 6), CppWriter(set(), set(), 6)
+    inexact, factors, pull = (
+        CppWriter(forward, read, 8),
+        CppWriter(set(), set(), 6),
+        CppWriter(set(), set(), 6),
+    )
     inexact.add(f"s.near = {inexact.text(distance.is_inexact)};")
     for name, node in zip(("query_factor", "key_factor"), distance.factors, strict=True):
         factors.add(f"const Vec {name} = {factors.vector(node)};")

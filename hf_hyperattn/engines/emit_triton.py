@@ -64,7 +64,9 @@ class SumWithDistance(SumOfTerms, DistanceTerm):
 
     def measuring(self, row, column, head) -> tuple[DistanceTerm, list]:
         """The term that does, and its numbers."""
-        return next(part[:2] for part in self.parts(row, column, head) if isinstance(part[0], DistanceTerm))
+        return next(
+            part[:2] for part in self.parts(row, column, head) if isinstance(part[0], DistanceTerm)
+        )
 
     def by_product(self, dot, row, column, head):
         term, numbers = self.measuring(row, column, head)
@@ -105,7 +107,9 @@ class TritonWriter:
     def text(self, node: Node) -> str:
         """A node's name, after the lines that it needs."""
         if node.op == "number":
-            number = repr(node.value) if abs(node.value) < float("inf") else f'float("{node.value}")'
+            number = (
+                repr(node.value) if abs(node.value) < float("inf") else f'float("{node.value}")'
+            )
             return f"({number})" if node.value < 0 else number
         if node is self.softcap:
             return "softcap"
@@ -122,7 +126,9 @@ class TritonWriter:
                 return arguments[1]
             if node.op == "div" and node.args[1].op == "sqrt":  # one instruction
                 root = f"tl.rsqrt({self.text(node.args[1].args[0])})"
-                expression = root if node.args[0] is node.graph.number(1) else f"{arguments[0]} * {root}"
+                expression = (
+                    root if node.args[0] is node.graph.number(1) else f"{arguments[0]} * {root}"
+                )
             self.names[node] = f"v{node.order}"
             self.lines.append(f"v{node.order} = {expression}")
         return self.names[node]
@@ -166,7 +172,9 @@ def emitted(score_key: str, capped: bool) -> Emitted:
     by_grad, _ = t.through_logit(g.node("local", value=GRAD), masked=False)
     by_one, _ = t.through_logit(g.number(1), masked=False)
     learns = [n for n, d in by_grad.items() if n is not softcap and d is not g.number(0)]
-    rows, columns, heads = (tuple(sorted(n.value for n in learns if n.op == op)) for op in ("row", "column", "head"))
+    rows, columns, heads = (
+        tuple(sorted(n.value for n in learns if n.op == op)) for op in ("row", "column", "head")
+    )
 
     def gradients(w: TritonWriter) -> str:
         of = lambda op, source, at: listed(w.text(source[g.node(op, value=i)]) for i in at)
@@ -178,7 +186,9 @@ def emitted(score_key: str, capped: bool) -> Emitted:
     def write(name: str, arguments: str, result: Callable[[TritonWriter], str]) -> None:
         writer = TritonWriter(softcap)
         returned = result(writer)
-        texts[name] = "\n    ".join([f"def {name}({arguments}):", *writer.lines, f"return {returned}"]) + "\n"
+        texts[name] = (
+            "\n    ".join([f"def {name}({arguments}):", *writer.lines, f"return {returned}"]) + "\n"
+        )
 
     pair = f"dot, squared_distance, {numbers}, softcap"
     write("score", pair, lambda w: w.text(t.logit))

@@ -48,7 +48,9 @@ BY_REFERENCE = "use backend='reference', or in a model hf_hyperattn.set_backend(
 
 def refuse_second_derivative(owner: str, instead: str = BY_REFERENCE) -> NoReturn:
     """Raise the error of a second derivative that `owner`, such as "backend='cpu'", does not have."""
-    raise RuntimeError(f"{owner} has no second derivative, which create_graph=True asked for; {instead}")
+    raise RuntimeError(
+        f"{owner} has no second derivative, which create_graph=True asked for; {instead}"
+    )
 
 
 def refuse_in_operator(backward, owner: str, instead: str = BY_REFERENCE) -> None:
@@ -80,7 +82,9 @@ class _FirstOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return None, refusing_second_derivatives([grad], *ctx.saved_tensors, grad, owner=ctx.owner)[0]
+        return None, refusing_second_derivatives([grad], *ctx.saved_tensors, grad, owner=ctx.owner)[
+            0
+        ]
 
 
 def with_first_derivative_only(owner: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -89,7 +93,10 @@ def with_first_derivative_only(owner: str, *tensors: Tensor) -> tuple[Tensor, ..
 
 
 def refusing_second_derivatives(
-    gradients: Sequence[Tensor | None], *origins: Tensor | None, owner: str, instead: str = BY_REFERENCE
+    gradients: Sequence[Tensor | None],
+    *origins: Tensor | None,
+    owner: str,
+    instead: str = BY_REFERENCE,
 ) -> list[Tensor | None]:
     """Gradients that a backward pass has made without a graph, of these tensors.
 

@@ -66,7 +66,10 @@ PREBUILT = PACKAGE / "engines" / "prebuilt"
 MANIFEST = PREBUILT / "manifest.json"
 
 #: What is done instead, in a line of the log.
-AGAIN, PLAIN = "install the wheel again; until then kernels are built anew", "the plain torch way is used"
+AGAIN, PLAIN = (
+    "install the wheel again; until then kernels are built anew",
+    "the plain torch way is used",
+)
 
 
 class Prebuilt(NamedTuple):
@@ -101,7 +104,9 @@ def levels() -> list[str]:
     has: set[str] = set()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
         has = set(next((line for line in info if line.startswith("flags")), "").split())
-    of_machine = OF_MACHINES.get(platform.machine(), ())  # emulated ones read /proc/cpuinfo of the CPU that emulates
+    of_machine = OF_MACHINES.get(
+        platform.machine(), ()
+    )  # emulated ones read /proc/cpuinfo of the CPU that emulates
     return list(itertools.takewhile(lambda name: set(LEVELS[name][0].split()) <= has, of_machine))
 
 
@@ -114,7 +119,9 @@ def level() -> str | None:
     """
     wish = setting()
     if wish in ANY:
-        return next((name for name in reversed(levels()) if name in manifest().get("libraries", ())), None)
+        return next(
+            (name for name in reversed(levels()) if name in manifest().get("libraries", ())), None
+        )
     if wish != BUILD and wish not in levels():
         allowed = ", ".join((OFF[0], ANY[1], BUILD, *levels()))
         raise ValueError(f"{SETTING}={wish!r} is unknown or not of this CPU; allowed: {allowed}")
@@ -128,7 +135,13 @@ def manifest() -> dict:
         return {}
     with contextlib.suppress(OSError, ValueError):
         said = json.loads(MANIFEST.read_text(encoding="utf-8"))
-        if isinstance(said, dict) and said.keys() >= {"names", "libraries", "sources", "fingerprint", "scores"}:
+        if isinstance(said, dict) and said.keys() >= {
+            "names",
+            "libraries",
+            "sources",
+            "fingerprint",
+            "scores",
+        }:
             return said
     log_once(f"{MANIFEST} is damaged", AGAIN)
     return {}
@@ -152,7 +165,10 @@ def _open_prebuilt(name: str | None) -> Prebuilt | None:
         return None
     library = PREBUILT / f"{name}.so"
     if fingerprint(said["sources"]) != said["fingerprint"]:
-        log_once(f"the installed sources are not those that {library} was made of", "kernels are built anew")
+        log_once(
+            f"the installed sources are not those that {library} was made of",
+            "kernels are built anew",
+        )
     elif hashlib.sha256(library.read_bytes()).hexdigest() != said["libraries"][name]:
         log_once(f"{library} is damaged", AGAIN)
     else:
@@ -165,7 +181,9 @@ def fingerprint(sources: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for source in sources:
         path = PACKAGE / source
-        digest.update(f"{source}\0".encode() + (path.read_bytes() if path.is_file() else b"") + b"\0")
+        digest.update(
+            f"{source}\0".encode() + (path.read_bytes() if path.is_file() else b"") + b"\0"
+        )
     return digest.hexdigest()
 
 
@@ -174,7 +192,9 @@ def build_directory() -> Path:
     chosen = os.environ.get("HF_HYPERATTN_BUILD_DIR")
     if chosen:
         return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_hyperattn" / "native"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_hyperattn" / "native"
+    )
 
 
 def private_directory() -> Path:
@@ -193,7 +213,9 @@ def private_directory() -> Path:
     elif fault is None and hasattr(os, "ST_NOEXEC") and os.statvfs(directory).f_flag & os.ST_NOEXEC:
         fault = "is on a file system from which nothing may run (noexec)"
     if fault is not None:
-        raise OSError(f"{directory} {fault}; HF_HYPERATTN_BUILD_DIR must name a directory of your own with mode 700")
+        raise OSError(
+            f"{directory} {fault}; HF_HYPERATTN_BUILD_DIR must name a directory of your own with mode 700"
+        )
     return directory
 
 
@@ -214,7 +236,9 @@ def open_to_others(path: Path) -> str | None:
 def flags() -> list[str]:
     """Flags of the compiler, for the very CPU it runs on, or for the level of what is loaded beside."""
     name = level()
-    native = ["-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"]
+    native = [
+        "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+    ]
     return flags_for(native if name is None else LEVELS[name][1])
 
 
@@ -230,7 +254,9 @@ def cpu() -> str:
     """What the CPU is and can do; a library runs only where this is the same."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        features = re.findall(r"^(?:flags|Features|model name)\s*:\s*(.*)$", info.read_text(), re.MULTILINE)
+        features = re.findall(
+            r"^(?:flags|Features|model name)\s*:\s*(.*)$", info.read_text(), re.MULTILINE
+        )
         return platform.machine() + " ".join(sorted(set(features)))
     return platform.machine() + platform.processor()
 
@@ -276,7 +302,9 @@ def log_once(why: str, instead: str, what: str = "%s") -> None:
 def reason(error: Exception) -> str:
     """What went wrong, in one short line: the compiler's own first error where there is one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    first = next((line for line in lines if " error: " in line and "ld returned" not in line), lines[0])
+    first = next(
+        (line for line in lines if " error: " in line and "ld returned" not in line), lines[0]
+    )
     return first if len(first) <= 240 else first[:240] + "..."
 
 
@@ -314,11 +342,15 @@ def _build(sources: Sequence[Path | str], library: Path) -> None:
     """Build in a directory of its own, and move the result in place, in one step for each file."""
     compiler()  # or its error, before anything is said or made
     for left in library.parent.glob(f"{library.stem}.*"):
-        if left.is_dir() and os.name == "posix":  # of one that was killed: the lock on this name is ours
+        if (
+            left.is_dir() and os.name == "posix"
+        ):  # of one that was killed: the lock on this name is ours
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}.") as place:
         made = Path(place) / library.name
-        files = [source for source in sources if isinstance(source, Path) and source.suffix == ".cpp"]
+        files = [
+            source for source in sources if isinstance(source, Path) and source.suffix == ".cpp"
+        ]
         for text in (source for source in sources if isinstance(source, str)):
             files.append(Path(place) / f"text_{len(files)}.cpp")
             files[-1].write_text(text, encoding="utf-8")
@@ -338,7 +370,10 @@ def _build(sources: Sequence[Path | str], library: Path) -> None:
 @contextlib.contextmanager
 def progress_line(library: Path) -> Iterator[None]:
     """One line on stderr while a library is being built; none where warnings of the package are turned off."""
-    start, loud = time.perf_counter(), logger.isEnabledFor(logging.WARNING) and sys.stderr is not None
+    start, loud = (
+        time.perf_counter(),
+        logger.isEnabledFor(logging.WARNING) and sys.stderr is not None,
+    )
     if loud:
         name = library.name.rpartition("_")[0]
         line = f"hf_hyperattn: compiling {name} for this CPU, once, into {library.parent} ..."
@@ -359,7 +394,9 @@ def compiler() -> list[str]:
     """
     chosen = shlex.split(os.environ.get("CXX", ""))
     for command in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
-        path = shutil.which(command[0]) or shutil.which(command[0], path=str(Path(sys.executable).parent))
+        path = shutil.which(command[0]) or shutil.which(
+            command[0], path=str(Path(sys.executable).parent)
+        )
         if path is not None:
             return [path, *command[1:]]
     raise RuntimeError(f"no C++ compiler {(chosen or ['c++'])[0]!r}; install one, or set CXX")
@@ -375,16 +412,31 @@ def compile_library(sources: Sequence[Path], library: Path, more: Sequence[str] 
         RuntimeError: no compiler, or what it said against a source.
     """
     objects = [library.with_name(f"{source.stem}.o") for source in sources]
-    headers = ["-iquote", str(PACKAGE)]  # no part of a library's name: paths of an installation change nothing
-    _run([[*flags(), *headers, *more, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
+    headers = [
+        "-iquote",
+        str(PACKAGE),
+    ]  # no part of a library's name: paths of an installation change nothing
+    _run(
+        [
+            [*flags(), *headers, *more, "-c", str(s), "-o", str(o)]
+            for s, o in zip(sources, objects, strict=True)
+        ]
+    )
     # not linked with -ffast-math, which would turn denormal numbers off in the whole process
     _run([["-shared", *map(str, objects), "-fopenmp", *more, "-o", str(library)]])
 
 
 def _run(calls: list[list[str]]) -> None:
     """Call the compiler with each list of arguments, at the same time."""
-    options: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = [subprocess.Popen([*compiler(), *call], text=True, errors="replace", **options) for call in calls]
+    options: Any = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
+    running = [
+        subprocess.Popen([*compiler(), *call], text=True, errors="replace", **options)
+        for call in calls
+    ]
     said = [process.communicate()[0] for process in running]
     for process, text in zip(running, said, strict=True):
         if process.returncode:

@@ -84,7 +84,9 @@ class Options:
     any_rounding: bool = False
 
 
-def check_broadcast(name: str, tensor: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+def check_broadcast(
+    name: str, tensor: Tensor | None, shape: tuple[int, int, int, int]
+) -> Tensor | None:
     """`tensor` with four axes, or an error if it does not broadcast to `shape` = (B, H, N, M)."""
     if tensor is None:
         return None
@@ -103,7 +105,9 @@ def check_broadcast(name: str, tensor: Tensor | None, shape: tuple[int, int, int
     return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
 
 
-def position_mask(options: Options, rows: tuple[int, int], columns: tuple[int, int], device) -> Tensor | None:
+def position_mask(
+    options: Options, rows: tuple[int, int], columns: tuple[int, int], device
+) -> Tensor | None:
     """Bool of what causality and the window leave visible of rows and columns [start, stop); None if everything is."""
     if not options.is_causal and options.window is None:
         return None

@@ -24,7 +24,9 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, T
         sees no key gets zeros.
     """
     weights = softmax(visible_logits(score, options), options.sinks)
-    return dropout(weights, options) @ repeat_heads(value.to(weights.dtype), weights.shape[1]), weights
+    return dropout(weights, options) @ repeat_heads(
+        value.to(weights.dtype), weights.shape[1]
+    ), weights
 
 
 def visible_logits(score: PairScore, options: Options) -> Tensor:
@@ -41,8 +43,12 @@ def hide(logits: Tensor, options: Options, rows: tuple[int, int] | None = None) 
     """
     mask = options.mask if rows is None else of_rows(options.mask, rows)
     if mask is not None:
-        logits = logits + mask if mask.dtype != torch.bool else logits.masked_fill(~mask, float("-inf"))
-    visible = position_mask(options, rows or (0, logits.shape[-2]), (0, logits.shape[-1]), logits.device)
+        logits = (
+            logits + mask if mask.dtype != torch.bool else logits.masked_fill(~mask, float("-inf"))
+        )
+    visible = position_mask(
+        options, rows or (0, logits.shape[-2]), (0, logits.shape[-1]), logits.device
+    )
     return logits if visible is None else logits.masked_fill(~visible, float("-inf"))
 
 

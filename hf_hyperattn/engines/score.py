@@ -109,7 +109,9 @@ class Term:
             g = pull(grad)
             return g[0], g[1:a], g[a:b], g[b:]
 
-        return out if squared_distance is None else self.logits(dot, row, column, head, squared_distance), pullback
+        return out if squared_distance is None else self.logits(
+            dot, row, column, head, squared_distance
+        ), pullback
 
 
 class DistanceTerm(Term):
@@ -141,7 +143,9 @@ class DistanceTerm(Term):
         squared, _ = self.squared_distances(dot, row, column, head, squared_distance)
         return self.score(dot, row, column, head, squared)
 
-    def squared_distances(self, dot, row, column, head, squared_distance=None) -> tuple[Tensor, Tensor | None]:
+    def squared_distances(
+        self, dot, row, column, head, squared_distance=None
+    ) -> tuple[Tensor, Tensor | None]:
         """All squared distances, and which of them were taken from differences, bool, or None for no one."""
         squared = self.by_product(dot, row, column, head)
         if squared_distance is None:
@@ -168,7 +172,9 @@ class DerivedDistanceTerm(DistanceTerm):
         """
         raise NotImplementedError
 
-    def through_product(self, d_squared, dot, row, column) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+    def through_product(
+        self, d_squared, dot, row, column
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
         """Gradients of the product and of the further statistics from that of `by_product`; may overwrite it."""
         raise NotImplementedError
 
@@ -198,7 +204,9 @@ class DerivedDistanceTerm(DistanceTerm):
 def register_term(term: Term) -> Term:
     """Make a term known to the engines under its name; a second term of the same name is refused."""
     if term.name in TERMS:
-        raise ValueError(f"term {term.name!r} is registered already, by {type(TERMS[term.name]).__name__}")
+        raise ValueError(
+            f"term {term.name!r} is registered already, by {type(TERMS[term.name]).__name__}"
+        )
     TERMS[term.name] = term
     return term
 
@@ -233,7 +241,9 @@ class Reader:
     """
 
     name: str
-    read: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+    read: Callable[
+        [Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]
+    ]
     parameters: int
     left_out: int = 0
     columns: int = 2
@@ -304,7 +314,11 @@ class ScoreTerm:
 
     def numbers(self) -> Numbers:
         """What it reads beside the product."""
-        return Numbers(self.row, self.column, self.head) if self.statistics is None else self.statistics()
+        return (
+            Numbers(self.row, self.column, self.head)
+            if self.statistics is None
+            else self.statistics()
+        )
 
     def with_repeated_keys(self, heads: int) -> ScoreTerm:
         """See `PairScore.with_repeated_keys`."""
@@ -376,7 +390,9 @@ class PairScore:
     @property
     def score_key(self) -> str:
         """The terms as text, for an operator's argument: `"dot+*umbral_on_product"`; a star marks a gate, ^ a cap."""
-        return "+".join("*" * (t.gate is not None) + "^" * t.capped + t.term.name for t in self.terms)
+        return "+".join(
+            "*" * (t.gate is not None) + "^" * t.capped + t.term.name for t in self.terms
+        )
 
     def numbers(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """All row statistics, column statistics and head parameters, term by term; a gate ends its term's."""
@@ -490,7 +506,9 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def euclidean(x: Tensor, y: Tensor) -> Tensor:
     """Distances [..., N, M] of [..., N, d] and [..., M, d], from differences; the gradient at distance 0 is 0."""
-    if is_exporting() or is_forward_mode():  # ONNX has no cdist, and that has no forward-mode derivative
+    if (
+        is_exporting() or is_forward_mode()
+    ):  # ONNX has no cdist, and that has no forward-mode derivative
         return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
     x, y = x.contiguous(), y.contiguous()
     learns = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
@@ -515,7 +533,9 @@ class Euclidean(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, y, distance = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative, which takes the memory of all differences
+        if (
+            torch.is_grad_enabled()
+        ):  # for a second derivative, which takes the memory of all differences
             difference = x[..., :, None, :] - y[..., None, :, :]
             square = difference.square().sum(-1)
             apart = square > 0

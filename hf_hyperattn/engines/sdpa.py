@@ -42,16 +42,24 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     dtype, width = working(query, key, value), value.shape[-1]
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     extra = score.terms[1:]
-    adding = options.bias is not None or (bool(extra) and as_mask(query.shape[2], dtype, query.device))
+    adding = options.bias is not None or (
+        bool(extra) and as_mask(query.shape[2], dtype, query.device)
+    )
     mask, causal = hiding(score, options, adding)
     if adding:
         mask = dense(extra, mask, options.bias)
     elif extra:
         query, key, value = widened(query, key, value, scale, extra)
     # kernels for CPUs add float32 to half precision, and read any other as if it were theirs
-    if mask is not None and mask.is_floating_point() and (mask.device.type != "cpu" or dtype not in MEETINGS):
+    if (
+        mask is not None
+        and mask.is_floating_point()
+        and (mask.device.type != "cpu" or dtype not in MEETINGS)
+    ):
         mask = mask.to(dtype)
-    if key.is_cuda and (mask is not None or dtype not in MEETINGS):  # only FlashAttention shares keys there
+    if key.is_cuda and (
+        mask is not None or dtype not in MEETINGS
+    ):  # only FlashAttention shares keys there
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or is_transformed()):
         query, key, value = with_first_derivative_only("backend='sdpa'", query, key, value)
@@ -65,7 +73,9 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
             dropout_p=options.dropout_p,
             is_causal=causal,
             scale=scale,
-            enable_gqa=bool(query.shape[1] != key.shape[1]),  # shapes are tensors in torch.jit.trace
+            enable_gqa=bool(
+                query.shape[1] != key.shape[1]
+            ),  # shapes are tensors in torch.jit.trace
         )
     return out[..., :width].to(score.dtype), None
 
@@ -109,7 +119,11 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
 
 def rounds(mask: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether an additive mask holds numbers that this dtype does not, as biases of the caller's own."""
-    return mask is not None and mask.is_floating_point() and not torch.equal(mask.to(dtype).to(mask.dtype), mask)
+    return (
+        mask is not None
+        and mask.is_floating_point()
+        and not torch.equal(mask.to(dtype).to(mask.dtype), mask)
+    )
 
 
 def numbers_of(terms) -> list[Tensor]:
@@ -182,7 +196,9 @@ def widened(query: Tensor, key: Tensor, value: Tensor, scale: float, extra: tupl
     if right.shape[1] not in (1, key.shape[1]):
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     width = max(query.shape[-1] + left.shape[-1], value.shape[-1])
-    width += -width % (8 if query.is_cuda or query.dtype in MEETINGS else 2)  # what kernels are fast for
+    width += -width % (
+        8 if query.is_cuda or query.dtype in MEETINGS else 2
+    )  # what kernels are fast for
     return (
         with_columns(query, left, width),
         with_columns(key, right, width),
@@ -203,7 +219,9 @@ def joined(sides: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([t.expand(batch, heads, -1, -1) for t in sides], -1)
 
 
-def columns_of(term: ScoreTerm, scale: float, dtype: torch.dtype, with_row: bool) -> tuple[Tensor, Tensor]:
+def columns_of(
+    term: ScoreTerm, scale: float, dtype: torch.dtype, with_row: bool
+) -> tuple[Tensor, Tensor]:
     """The columns of queries and keys, of `dtype`, whose product times the scale is the term with its gate.
 
     Args:
@@ -226,7 +244,9 @@ def columns_of(term: ScoreTerm, scale: float, dtype: torch.dtype, with_row: bool
 
 def balance_of(left: Tensor, right: Tensor) -> Tensor:
     """Powers of 2, one a column, that make the largest factors on both sides alike: float16 then holds them."""
-    size_left, size_right = (t.abs().amax((0, 1, 2)).clamp_min(1e-30) for t in (left.detach(), right.detach()))
+    size_left, size_right = (
+        t.abs().amax((0, 1, 2)).clamp_min(1e-30) for t in (left.detach(), right.detach())
+    )
     return torch.exp2(torch.round(torch.log2(size_left / size_right) / 2))
 
 

@@ -61,9 +61,9 @@ def call(
         query, key, scale, width = score.raw_query, score.raw_key, float(score.scale), score.width
         if convert is not None:
             query, key, value = convert(query, key, value)
-        elif not (query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES) and not upcast(
-            query, key, value
-        ):
+        elif not (
+            query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES
+        ) and not upcast(query, key, value):
             query, key, value = query.float(), key.float(), value.float()
     else:
         (query, key), scale, width = score.features(), 1.0, None
@@ -72,12 +72,16 @@ def call(
         points = score.points()
         extras["points_query"], extras["points_key"] = points.query, points.key
     if options.dropout_p:
-        extras["seed"] = torch.randint(2**31 if raw else 2**62, (1,), device=value.device if raw else None)
+        extras["seed"] = torch.randint(
+            2**31 if raw else 2**62, (1,), device=value.device if raw else None
+        )
     lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
     rows, columns, heads = lists
     for term in score.terms:
         row, column, head, factors = (
-            (term.row, term.column, term.head, None) if term.statistics is None else term.statistics()
+            (term.row, term.column, term.head, None)
+            if term.statistics is None
+            else term.statistics()
         )
         rows += row
         columns += column
@@ -125,14 +129,18 @@ class OperatorCall:
     column: list[Tensor]
     head: list[Tensor]
     extras: dict[str, Tensor]
-    terms: tuple[tuple[Term, bool, bool], ...]  # each with whether it has a gate, and whether softcap acts on it
+    terms: tuple[
+        tuple[Term, bool, bool], ...
+    ]  # each with whether it has a gate, and whether softcap acts on it
     score_key: str
     width: int
     scale: float
     options: Options  # its tensors are in `extras`
 
 
-def read(tensors: Sequence[Tensor], score_key: str, extras: str, width: int, scale: float, *options) -> OperatorCall:
+def read(
+    tensors: Sequence[Tensor], score_key: str, extras: str, width: int, scale: float, *options
+) -> OperatorCall:
     """The arguments by name; also of a list of gradients in the order of the tensors."""
     terms, counts = parse_score_key(score_key), [3, 0, 0, 0]
     for term, gated, _ in terms:
@@ -147,15 +155,21 @@ def read(tensors: Sequence[Tensor], score_key: str, extras: str, width: int, sca
     is_causal, window, offset, softcap, dropout_p = options
     named = dict(zip(extras.split(), tensors[start:], strict=True))
     kept = Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
-    return OperatorCall(query, key, value, row, column, head, named, terms, score_key, width, scale, kept)
+    return OperatorCall(
+        query, key, value, row, column, head, named, terms, score_key, width, scale, kept
+    )
 
 
-def shapes(tensors: Sequence[Tensor], extras: str, learned: Callable[[str], bool]) -> list[tuple[int, ...]]:
+def shapes(
+    tensors: Sequence[Tensor], extras: str, learned: Callable[[str], bool]
+) -> list[tuple[int, ...]]:
     """Shapes of the gradients of an operator's tensors: their own, but empty for an extra that has none."""
     names = extras.split()
     main = len(tensors) - len(names)
     full = [tuple(t.shape) for t in tensors]
-    return full[:main] + [s if learned(n) else (0,) for n, s in zip(names, full[main:], strict=True)]
+    return full[:main] + [
+        s if learned(n) else (0,) for n, s in zip(names, full[main:], strict=True)
+    ]
 
 
 def fake_output(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
@@ -192,7 +206,10 @@ def differentiable(forward, backward, name: str, pairwise: bool = True) -> None:
         out, lse, *tensors = ctx.saved_tensors
         needs_grad = list(ctx.needs_input_grad[0])
         gradients = backward(grad.contiguous(), out, lse, tensors, needs_grad, *ctx.rest)
-        grads = [g.to(t.dtype) if n else None for g, t, n in zip(gradients, tensors, needs_grad, strict=True)]
+        grads = [
+            g.to(t.dtype) if n else None
+            for g, t, n in zip(gradients, tensors, needs_grad, strict=True)
+        ]
         return grads, *[None] * len(ctx.rest)
 
     forward.register_autograd(pullback, setup_context=save)

@@ -53,7 +53,9 @@ class Call:
     """A call of the blockwise engine: tensors, score, options."""
 
     tensors: Tensors
-    terms: tuple[tuple[Term, bool, bool], ...]  # with whether each has a gate, and whether softcap acts on it
+    terms: tuple[
+        tuple[Term, bool, bool], ...
+    ]  # with whether each has a gate, and whether softcap acts on it
     options: Options  # its tensors stand in `tensors`, grouped
     seed: int = 0
 
@@ -91,7 +93,14 @@ class Call:
             for h in range(0, kv_heads, together):
                 for i in range(0, n, rows):
                     block = range(i, min(i + rows, n))
-                    yield Tile(self, b, slice(h, h + together), block, key_range(self.options, block, keys), index)
+                    yield Tile(
+                        self,
+                        b,
+                        slice(h, h + together),
+                        block,
+                        key_range(self.options, block, keys),
+                        index,
+                    )
                     index += 1
 
 
@@ -157,9 +166,13 @@ class Tile:
             squares = self.distances()[-1].view(*self.shape).square_()
         else:
             difference = self.differences(chosen)
-            squares = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
+            squares = torch.full(
+                pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device
+            )
             squares[chosen] = difference.square().sum(-1)
-        return squares.masked_fill_(squares <= (BLUR * torch.finfo(squares.dtype).eps) ** 2 * sizes, 0.0)
+        return squares.masked_fill_(
+            squares <= (BLUR * torch.finfo(squares.dtype).eps) ** 2 * sizes, 0.0
+        )
 
     def backward_distances(self, grads: Tensors, d_square: Tensor) -> None:
         """Add what the gradient of `squared_distance`, [hc, G, R, C], makes to those of the points."""

@@ -25,8 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 LEAVES = ("dot", "row", "column", "head", "squared_distance")
 MASKS = ("lt", "le", "eq", "and", "or", "not", "near")
-GRAD, NEAR = "grad", "s.near"  # variables: the gradient of the logit; which distances are from differences
-ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+GRAD, NEAR = (
+    "grad",
+    "s.near",
+)  # variables: the gradient of the logit; which distances are from differences
+ARITHMETIC = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+}
 
 
 class Untraceable(ValueError):
@@ -52,7 +60,9 @@ class Node:
 
     def __post_init__(self):
         self.is_mask = self.op in MASKS
-        self.varies = self.op in LEAVES or self.op in DERIVATIVES and any(a.varies for a in self.args)
+        self.varies = (
+            self.op in LEAVES or self.op in DERIVATIVES and any(a.varies for a in self.args)
+        )
         plain = self.op in (*ARITHMETIC, "neg", "detach") and all(a.of_row for a in self.args)
         self.of_row = plain or self.op in ("number", "row", "head")
 
@@ -90,7 +100,9 @@ class Graph:
             return ~self.node("eq", x, 0.0)
         return x if to_mask or not x.is_mask else self.node("where", x, 1.0, 0.0)
 
-    def simplified(self, op: str, a: Node, b: Node | None = None, c: Node | None = None) -> Node | None:
+    def simplified(
+        self, op: str, a: Node, b: Node | None = None, c: Node | None = None
+    ) -> Node | None:
         """What an operation is without computing it; None where it has to be."""
         x = a.value if a.op == "number" else None
         if b is None:
@@ -100,7 +112,11 @@ class Graph:
         y = b.value if b.op == "number" else None
         if op in ARITHMETIC and x is not None and y is not None and (op != "div" or y):
             return self.number(ARITHMETIC[op](x, y))
-        if (op == "add" and x == 0) or (op == "mul" and (x == 1 or y == 0)) or (op == "where" and b is c):
+        if (
+            (op == "add" and x == 0)
+            or (op == "mul" and (x == 1 or y == 0))
+            or (op == "where" and b is c)
+        ):
             return b
         if (op in ("add", "sub") and y == 0) or (op in ("mul", "div") and (x == 0 or y == 1)):
             return a
@@ -220,16 +236,23 @@ class Tracer(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.graph = Graph()
-        self.nodes: dict[int, tuple[Tensor, Node]] = {}  # by ids of tensors, which are kept: an id is used once
+        self.nodes: dict[
+            int, tuple[Tensor, Node]
+        ] = {}  # by ids of tensors, which are kept: an id is used once
 
     def tensor(self, op: str, place: int = 0) -> Tensor:
         """A new argument."""
-        number = torch.full((1, 1), 0.5, dtype=torch.float32, device="cpu")  # what emitted kernels compute in
+        number = torch.full(
+            (1, 1), 0.5, dtype=torch.float32, device="cpu"
+        )  # what emitted kernels compute in
         return self._kept(number, self.graph.node(op, value=place))
 
     def numbers(self, *counts: int) -> Iterator[tuple[Tensor, ...]]:
         """So many arguments each of rows, columns and heads."""
-        return (tuple(self.tensor(op, i) for i in range(n)) for op, n in zip(LEAVES[1:4], counts, strict=True))
+        return (
+            tuple(self.tensor(op, i) for i in range(n))
+            for op, n in zip(LEAVES[1:4], counts, strict=True)
+        )
 
     def _kept(self, tensor: Tensor, node: Node) -> Tensor:
         self.nodes[id(tensor)] = tensor, node
@@ -255,7 +278,9 @@ class Tracer(TorchDispatchMode):
         try:
             node = OPERATORS[name](self.graph, *arguments[0], **arguments[1])
         except TypeError as error:
-            raise Untraceable(f"operator {name} with arguments that are not known ({error})") from error
+            raise Untraceable(
+                f"operator {name} with arguments that are not known ({error})"
+            ) from error
         return self._kept(func(*args, **kwargs), node)
 
     def check_changed(self, x: Tensor) -> None:
@@ -310,7 +335,9 @@ def trace(term) -> Traced:
         return alone(_trace, term)
     except Exception as error:
         text = str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}"
-        raise Untraceable(f"score term {term.name!r} cannot be compiled: {' '.join(text.split())}") from error
+        raise Untraceable(
+            f"score term {term.name!r} cannot be compiled: {' '.join(text.split())}"
+        ) from error
 
 
 def alone(function: Callable, *arguments) -> Any:
@@ -395,7 +422,9 @@ def gradients(*adjoints: tuple[Node, Node | None, Node]) -> dict[Node, Node]:
         if node.op in LEAVES:
             leaves[node] = value if mask is None else where(mask, value, 0.0)
             continue
-        for argument, part in zip(node.args, DERIVATIVES[node.op](value, node, *node.args), strict=True):
+        for argument, part in zip(
+            node.args, DERIVATIVES[node.op](value, node, *node.args), strict=True
+        ):
             if part is not None and argument.varies:
                 extra, part = part if isinstance(part, tuple) else (None, part)
                 both = mask if extra is None else extra if mask is None else mask & extra

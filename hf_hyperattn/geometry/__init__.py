@@ -19,5 +19,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str):
         if name in _MOVED:
-            raise AttributeError(f"hf_hyperattn.geometry.{name} left the package; use {_MOVED[name]}")
+            raise AttributeError(
+                f"hf_hyperattn.geometry.{name} left the package; use {_MOVED[name]}"
+            )
         raise AttributeError(f"hf_hyperattn.geometry has no {name!r}; it has: {', '.join(__all__)}")

@@ -22,7 +22,9 @@ def project(x: Tensor, c: Tensor | float, limit: float = LIMIT) -> Tensor:
     reach = c * square(x)
     outside = reach > limit**2
     # √c is taken only where it is used: at c = 0 it has no gradient
-    return x * torch.where(outside, limit * torch.where(outside, reach, 1.0).rsqrt(), 1.0)[..., None]
+    return (
+        x * torch.where(outside, limit * torch.where(outside, reach, 1.0).rsqrt(), 1.0)[..., None]
+    )
 
 
 def gap(x: Tensor, c: Tensor | float) -> Tensor:

@@ -29,7 +29,9 @@ def working(c: Tensor | float, *points: Tensor) -> tuple:
         ValueError: c is a number below 0 or not finite. The values of a tensor are not looked at.
     """
     if not isinstance(c, Tensor) and not 0 <= c < math.inf:
-        raise ValueError(f"c={c!r} is not allowed; allowed: finite numbers from 0, the curvature is -c")
+        raise ValueError(
+            f"c={c!r} is not allowed; allowed: finite numbers from 0, the curvature is -c"
+        )
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in points) else torch.float32
     return *(p.to(dtype) for p in points), c.to(dtype) if isinstance(c, Tensor) else c
 

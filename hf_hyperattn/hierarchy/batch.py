@@ -42,7 +42,9 @@ class Hierarchy:
     stops: Tensor | None = None
 
     @classmethod
-    def windows(cls, length: int, sizes: Sequence[int], attention_mask: Tensor | None = None) -> Hierarchy:
+    def windows(
+        cls, length: int, sizes: Sequence[int], attention_mask: Tensor | None = None
+    ) -> Hierarchy:
         """Fixed windows, the same in every row; they start at a row's first real token.
 
         Args:
@@ -88,14 +90,22 @@ class Hierarchy:
         Raises:
             ValueError: a cycle, orphans, several roots, inner nodes without tokens.
         """
-        several = len(parents) > 0 and not isinstance(parents[0], int) and torch.as_tensor(parents[0]).dim()
+        several = (
+            len(parents) > 0
+            and not isinstance(parents[0], int)
+            and torch.as_tensor(parents[0]).dim()
+        )
         every: list[Any] = [parents, tokens, kinds] if several else [[parents], [tokens], [kinds]]
         every = [e if e is not None else [None] * len(every[0]) for e in every]
-        trees = tuple(Tree.from_parents(p, k, kind_names) for p, k in zip(every[0], every[2], strict=True))
+        trees = tuple(
+            Tree.from_parents(p, k, kind_names) for p, k in zip(every[0], every[2], strict=True)
+        )
         return cls.of_trees(trees, every[1], length)
 
     @classmethod
-    def of_trees(cls, trees: Sequence[Tree], tokens: Sequence | None = None, length: int | None = None) -> Hierarchy:
+    def of_trees(
+        cls, trees: Sequence[Tree], tokens: Sequence | None = None, length: int | None = None
+    ) -> Hierarchy:
         """A batch of trees that are there already; arguments as in `from_parents`."""
         tokens = [None] * len(trees) if tokens is None else tokens
         places = tuple(checked_tokens(t, tree) for t, tree in zip(tokens, trees, strict=True))
@@ -161,11 +171,19 @@ class Hierarchy:
         Raises:
             ValueError: an unknown level, offsets beyond the text, numbers of rows that differ.
         """
-        return cls.from_ids(*outlined(text, offsets, checked_levels(levels), attention_mask, sequence_ids))
+        return cls.from_ids(
+            *outlined(text, offsets, checked_levels(levels), attention_mask, sequence_ids)
+        )
 
     @classmethod
     def quadtree(
-        cls, rows: int, columns: int, before: int = 0, after: int = 0, factor: int = 2, kind: str = "image"
+        cls,
+        rows: int,
+        columns: int,
+        before: int = 0,
+        after: int = 0,
+        factor: int = 2,
+        kind: str = "image",
     ) -> Hierarchy:
         """Patches of an image in raster order, in cells of 2 x 2, 4 x 4, ... patches.
 
@@ -256,7 +274,9 @@ class Hierarchy:
         Raises:
             ValueError: the batch is no multiple of the rows, or the length differs where nothing grows.
         """
-        if (batch, length) == (self.rows, self.length) or (self.rows == 1 and length == self.length):
+        if (batch, length) == (self.rows, self.length) or (
+            self.rows == 1 and length == self.length
+        ):
             return self
         last = self.__dict__.get("_last_fitted")
         if last is not None and last[0] == (batch, length):
@@ -304,9 +324,13 @@ def checked_tokens(tokens, tree: Tree) -> Tensor:
     """The token of every leaf, ascending, int64 [leaves]."""
     tokens = torch.arange(tree.leaves) if tokens is None else torch.as_tensor(tokens).cpu().long()
     if tokens.shape != (tree.leaves,):
-        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; allowed: one a leaf, ({tree.leaves},)")
+        raise ValueError(
+            f"tokens has shape {tuple(tokens.shape)}; allowed: one a leaf, ({tree.leaves},)"
+        )
     if bool((tokens < 0).any()) or bool((tokens.diff() <= 0).any()):
-        raise ValueError("tokens are not in ascending order; allowed: leaves in the order of their tokens, each once")
+        raise ValueError(
+            "tokens are not in ascending order; allowed: leaves in the order of their tokens, each once"
+        )
     return tokens
 
 

@@ -23,7 +23,12 @@ def checked_ids(ids: Tensor) -> Tensor:
         ValueError: another form, or a token that is padding on some levels only.
     """
     ids = torch.as_tensor(ids)
-    if ids.is_floating_point() or ids.dtype == torch.bool or not 1 <= ids.dim() <= 3 or 0 in ids.shape:
+    if (
+        ids.is_floating_point()
+        or ids.dtype == torch.bool
+        or not 1 <= ids.dim() <= 3
+        or 0 in ids.shape
+    ):
         raise ValueError(
             f"hierarchy ids have shape {tuple(ids.shape)} and dtype {ids.dtype}; allowed: integers [length], "
             "[batch, length] or [batch, length, levels]"
@@ -44,10 +49,14 @@ def checked_mask(mask: Tensor, length: int) -> Tensor:
     """A padding mask as bool [B, length]."""
     mask = torch.as_tensor(mask)
     if mask.dim() != 2 or mask.shape[1] != length:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; allowed: [batch, {length}]")
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; allowed: [batch, {length}]"
+        )
     real = (mask != 0).cpu()
     if not bool(real.any(1).all()):
-        raise ValueError("attention_mask has a row without real tokens; allowed: at least one in every row")
+        raise ValueError(
+            "attention_mask has a row without real tokens; allowed: at least one in every row"
+        )
     return real
 
 
@@ -84,7 +93,9 @@ def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree,
             f"kind_names has {len(kind_names)} names, and the ids have families of kind {most}; allowed: {most + 1} "
             "names or more, '' first"
         )
-    names = kind_names if most < len(kind_names) else ("", *(f"kind {k}" for k in range(1, most + 1)))
+    names = (
+        kind_names if most < len(kind_names) else ("", *(f"kind {k}" for k in range(1, most + 1)))
+    )
     return Tree.from_parents(parents, kinds, names), tokens
 
 
@@ -109,7 +120,9 @@ def ids_of_tree(tree: Tree, tokens: Tensor, length: int, levels: int | None = No
     levels = levels_of(tree) if levels is None else levels
     node = torch.arange(tree.leaves)
     path = [numbers[node]]
-    for depth in range(int(tree.depth.max()), skip, -1):  # from a leaf up, waiting where it is not so deep
+    for depth in range(
+        int(tree.depth.max()), skip, -1
+    ):  # from a leaf up, waiting where it is not so deep
         node = torch.where(tree.depth[node] == depth, tree.parents[node], node)
         path.append(numbers[node])
     path = path[:0:-1] if len(path) > 1 else path  # coarse to fine, without the leaves themselves

@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterable
 Starts = list[int]
 
 BLANK = re.compile(r"\n[^\S\n]*\n\s*")
-SENTENCE_END = re.compile(r"[.!?\u2026]+[\"'\u201d\u2019)\]]*\s+|[\u3002\uff01\uff1f]+[\u300d\u300f\u201d]*\s*")
+SENTENCE_END = re.compile(
+    r"[.!?\u2026]+[\"'\u201d\u2019)\]]*\s+|[\u3002\uff01\uff1f]+[\u300d\u300f\u201d]*\s*"
+)
 ABBREVIATION = re.compile(
     r"\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Fig|Eq|Sec|No|Vol|pp|e\.g|i\.e|U\.S|approx|resp)\.$"
 )
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
+WORD = re.compile(
+    r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+"
+)
 HEADING = re.compile(r" {0,3}(#{1,6})(?:\s|$)")
 UNDERLINE = re.compile(r" {0,3}(=+|-+)\s*$")
 FENCE = re.compile(r" {0,3}(```+|~~~+)")
@@ -125,7 +129,9 @@ def python(text: str) -> list[Starts]:
 
 def by_depth(marks: list[tuple[int, int]]) -> list[Starts]:
     """One level for each depth of (place, depth) that occurs, with the places of that depth and of those above."""
-    return [starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})]
+    return [
+        starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})
+    ]
 
 
 def numbered_lines(text: str) -> Iterable[tuple[int, str]]:

@@ -21,7 +21,9 @@ def quadtree_ids(rows: int, columns: int, factor: int) -> Tensor:
     """
     for name, value, least in (("rows", rows, 1), ("columns", columns, 1), ("factor", factor, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} is not allowed; allowed: integers of at least {least}")
+            raise ValueError(
+                f"{name}={value!r} is not allowed; allowed: integers of at least {least}"
+            )
     side, sides = factor, []
     while side < max(rows, columns):
         sides.append(side)
@@ -61,7 +63,9 @@ def span_parents(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
     owner = torch.full((length,), root, dtype=torch.long)
     for start, stop in spans:
         if not 0 <= start < stop <= length:
-            raise ValueError(f"span ({start}, {stop}) is not allowed; allowed: 0 <= start < stop <= {length}")
+            raise ValueError(
+                f"span ({start}, {stop}) is not allowed; allowed: 0 <= start < stop <= {length}"
+            )
     open_spans: list[tuple[int, int, int]] = []
     for number, (start, stop) in sorted(enumerate(spans), key=lambda s: (s[1][0], -s[1][1])):
         while open_spans and open_spans[-1][1] <= start:
@@ -89,13 +93,19 @@ def joined_ids(parts: Sequence, kind: str) -> tuple[Tensor, tuple[str, ...]]:
             f"the parts have {rows} rows; allowed: at least one hierarchy, and one number of rows besides 1"
         )
     names = tuple(dict.fromkeys(["", kind, *(name for p in trees for name in p.kind_names)]))
-    columns, alone = [], len(parts)  # numbers below stand for whole parts, those from there on for special tokens
+    columns, alone = (
+        [],
+        len(parts),
+    )  # numbers below stand for whole parts, those from there on for special tokens
     for number, part in enumerate(parts):
         if isinstance(part, int):
             ids = torch.arange(alone, alone + part)[None, :, None]
             alone += part
         else:
-            ids, kinds = part.to_ids(), torch.tensor([names.index(name) for name in part.kind_names])
+            ids, kinds = (
+                part.to_ids(),
+                torch.tensor([names.index(name) for name in part.kind_names]),
+            )
             ids = torch.where(ids >= 0, ids % KIND + KIND * kinds[ids.clamp_min(0) // KIND], -1)
             ids = torch.cat([torch.where(ids[..., :1] >= 0, number, -1), ids], -1)
         columns.append(ids.expand(rows[0], -1, -1))

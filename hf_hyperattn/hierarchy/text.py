@@ -40,7 +40,12 @@ def checked_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
 
 def kinds_of(levels: Sequence[Level]) -> tuple[str, ...]:
     """Names of the kinds of families, "" first, then those of the roots, then one a level."""
-    return ("", TEXT, PAIR, *(level if isinstance(level, str) else level.__name__ for level in levels))
+    return (
+        "",
+        TEXT,
+        PAIR,
+        *(level if isinstance(level, str) else level.__name__ for level in levels),
+    )
 
 
 def text_ids(
@@ -76,7 +81,9 @@ def text_ids(
             "offsets that the tokenizer gave for this very text"
         )
     for level in levels:
-        outline, kind = (OUTLINES[level], level) if isinstance(level, str) else (level, level.__name__)
+        outline, kind = (
+            (OUTLINES[level], level) if isinstance(level, str) else (level, level.__name__)
+        )
         named += [(starts, kind) for starts in outline(text)]
     place = first_characters(text, offsets)
     alone = len(text) + torch.arange(len(offsets))
@@ -88,7 +95,9 @@ def text_ids(
     return torch.where(real[:, None], torch.stack(columns, 1), -1)
 
 
-def outlined(text, offsets, levels: tuple[Level, ...], attention_mask, sequence_ids) -> tuple[Tensor, tuple]:
+def outlined(
+    text, offsets, levels: tuple[Level, ...], attention_mask, sequence_ids
+) -> tuple[Tensor, tuple]:
     """Group ids [batch, length, levels] and names of kinds; arguments as in `Hierarchy.from_text`."""
     text = [text] if isinstance(text, str) else list(text)
     offsets = torch.as_tensor(offsets).long().cpu()

@@ -48,7 +48,10 @@ class Tree:
 
     @classmethod
     def from_parents(
-        cls, parents: Sequence[int] | Tensor, kinds: Sequence[int] | Tensor | None = None, kind_names=("",)
+        cls,
+        parents: Sequence[int] | Tensor,
+        kinds: Sequence[int] | Tensor | None = None,
+        kind_names=("",),
     ) -> Tree:
         """The tree in normal form; unary chains are collapsed, and what stays is the node nearest to the leaves.
 
@@ -63,7 +66,9 @@ class Tree:
         parents = checked_parents(parents)
         kinds = torch.zeros_like(parents) if kinds is None else torch.as_tensor(kinds).long().cpu()
         if kinds.shape != parents.shape:
-            raise ValueError(f"kinds has shape {tuple(kinds.shape)}; allowed: one a node, {tuple(parents.shape)}")
+            raise ValueError(
+                f"kinds has shape {tuple(kinds.shape)}; allowed: one a node, {tuple(parents.shape)}"
+            )
         if kinds.numel() and (kinds.min() < 0 or kinds.max() >= len(kind_names)):
             raise ValueError(
                 f"kinds goes from {int(kinds.min())} to {int(kinds.max())}; allowed: 0 to {len(kind_names) - 1}, "
@@ -105,7 +110,9 @@ class Tree:
     @cached_property
     def first_leaf(self) -> Tensor:
         """int64 [nodes], the first leaf under a node."""
-        return _from_below(self.parents, self.depth, torch.arange(self.nodes).clamp_max(self.leaves), "amin")
+        return _from_below(
+            self.parents, self.depth, torch.arange(self.nodes).clamp_max(self.leaves), "amin"
+        )
 
     @cached_property
     def branching(self) -> Tensor:
@@ -120,8 +127,12 @@ class Tree:
         at most half of its entries are filling. Every child stands in an earlier entry than its parent.
         """
         by_leaf = self.first_leaf[:-1].argsort(stable=True)
-        siblings = by_leaf[self.parents[by_leaf].argsort(stable=True)]  # all nodes but the root, by parent
-        offsets = self.branching.cumsum(0) - self.branching  # where a node's children begin among them
+        siblings = by_leaf[
+            self.parents[by_leaf].argsort(stable=True)
+        ]  # all nodes but the root, by parent
+        offsets = (
+            self.branching.cumsum(0) - self.branching
+        )  # where a node's children begin among them
         inner = torch.arange(self.leaves, self.nodes)
         key = self.height[inner] * 64 + torch.frexp(self.branching[inner].double())[1].long()
         families = []
@@ -130,7 +141,9 @@ class Tree:
             count = self.branching[parent]
             place = torch.arange(int(count.max()))
             index = (offsets[parent][:, None] + place).clamp(max=self.nodes - 2)
-            families.append(Families(parent, torch.where(place < count[:, None], siblings[index], -1)))
+            families.append(
+                Families(parent, torch.where(place < count[:, None], siblings[index], -1))
+            )
         return families
 
     def same(self, other: Tree) -> bool:
@@ -146,7 +159,12 @@ def checked_parents(parents: Sequence[int] | Tensor) -> Tensor:
         ValueError: they are not one rooted tree with the leaves first.
     """
     parents = torch.as_tensor(parents).cpu()
-    if parents.dim() != 1 or parents.is_floating_point() or parents.dtype == torch.bool or len(parents) < 2:
+    if (
+        parents.dim() != 1
+        or parents.is_floating_point()
+        or parents.dtype == torch.bool
+        or len(parents) < 2
+    ):
         raise ValueError(
             f"parents has shape {tuple(parents.shape)} and dtype {parents.dtype}; allowed: integers, one a node, at "
             "least a leaf and a root"
@@ -159,7 +177,9 @@ def checked_parents(parents: Sequence[int] | Tensor) -> Tensor:
             + (": the others are orphans" if roots else "; without a root there is a cycle")
         )
     if wrong := _where((parents < -1) | (parents >= nodes)):
-        raise ValueError(f"nodes {_some(wrong)} have parents out of range; allowed: -1 for the root, 0 to {nodes - 1}")
+        raise ValueError(
+            f"nodes {_some(wrong)} have parents out of range; allowed: -1 for the root, 0 to {nodes - 1}"
+        )
     up = torch.where(parents == -1, roots[0], parents)
     for _ in range(nodes.bit_length()):  # after enough doublings of the step, all stand at the root
         up = up[up]
@@ -232,7 +252,9 @@ def _normalised(parents: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
     nodes, depth, leaf = len(parents), _depths(parents), _branching(parents) == 0
     height = _from_below(parents, depth, torch.zeros_like(parents), "amax", 1)
     first = _from_below(parents, depth, torch.where(leaf, torch.arange(nodes), nodes), "amin")
-    rank = (height * (nodes + 1) + first).argsort(stable=True)  # leaves have height 0 and stay in place
+    rank = (height * (nodes + 1) + first).argsort(
+        stable=True
+    )  # leaves have height 0 and stay in place
     place = torch.empty_like(rank)
     place[rank] = torch.arange(nodes)
     moved = parents[rank]

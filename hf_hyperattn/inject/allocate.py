@@ -52,7 +52,9 @@ class Allocation:
     @property
     def sparse(self) -> dict[str, tuple[CandidateRule, ...]]:
         """The layers of which some head is not exact."""
-        return {name: rules for name, rules in self.layers.items() if not all(r.is_exact for r in rules)}
+        return {
+            name: rules for name, rules in self.layers.items() if not all(r.is_exact for r in rules)
+        }
 
     def config(self) -> HyperAttnConfig | None:
         """What `patch_model` takes; None where every head is exact. Layers whose heads all are stay unpatched."""
@@ -63,7 +65,9 @@ class Allocation:
             (next(iter(sparse.values()))[0].base_config(),),
             layers=lambda host: host.name in sparse,
             mode="replace",
-            overrides={name: (rules[0].layer_config(rules, self.length),) for name, rules in sparse.items()},
+            overrides={
+                name: (rules[0].layer_config(rules, self.length),) for name, rules in sparse.items()
+            },
         )
 
 
@@ -75,7 +79,9 @@ class OutOfReach(ValueError):
     """
 
     def __init__(self, pairs: float, cheapest: Allocation, of: str):
-        super().__init__(pairs, cheapest, of)  # as they are, so that another process can make it again
+        super().__init__(
+            pairs, cheapest, of
+        )  # as they are, so that another process can make it again
         self.cheapest = cheapest
 
     def __str__(self) -> str:
@@ -86,7 +92,9 @@ class OutOfReach(ValueError):
         )
 
 
-def predicted_losses(measured: Sequence[Sensitivity], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
+def predicted_losses(
+    measured: Sequence[Sensitivity], weights: Sequence[float] | None = None
+) -> dict[str, Tensor]:
     """The loss a token that every rule of every head is expected to cost, [H, C] by layer.
 
     Args:
@@ -99,7 +107,9 @@ def predicted_losses(measured: Sequence[Sensitivity], weights: Sequence[float] |
     if not measured:
         refuse("measured", measured, "what was measured of one text or more")
     shares = checked_weights([1.0] * len(measured) if weights is None else weights, len(measured))
-    of_layer = lambda name: torch.stack([share * m.costs[name] for share, m in zip(shares, measured)]).sum(0)
+    of_layer = lambda name: torch.stack(
+        [share * m.costs[name] for share, m in zip(shares, measured)]
+    ).sum(0)
     return {name: of_layer(name) for name in measured[0].costs}
 
 
@@ -107,7 +117,9 @@ def checked_weights(weights: Sequence[float], texts: int) -> list[float]:
     """The share of each text."""
     allowed = "one for each, finite, from 0, not all 0"
     if len(weights) != texts:
-        raise ValueError(f"weights has {len(weights)} numbers for {texts} texts; allowed: {allowed}")
+        raise ValueError(
+            f"weights has {len(weights)} numbers for {texts} texts; allowed: {allowed}"
+        )
     total = sum(weights)
     if not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
         refuse("weights", weights, allowed)
@@ -148,13 +160,17 @@ def choose(
             or "time" of rules for encoders; `key_heads` names a layer that has no losses.
     """
     if (pairs is None) == (loss is None):
-        raise ValueError(f"choose has {'no' if pairs is None else 'both'} pairs and loss; allowed: one of them")
+        raise ValueError(
+            f"choose has {'no' if pairs is None else 'both'} pairs and loss; allowed: one of them"
+        )
     if pairs is not None and not 0 <= pairs <= 1 + ROUNDING:
         raise ValueError(f"pairs is {pairs}; allowed: a share from 0 to 1")
     if loss is not None and not loss >= 0:
         raise ValueError(f"loss is {loss}; allowed: 0 or more")
     if strange := (key_heads or {}).keys() - losses.keys():
-        raise ValueError(f"key_heads names {min(strange)}; allowed: layers that have losses, such as {min(losses)}")
+        raise ValueError(
+            f"key_heads names {min(strange)}; allowed: layers that have losses, such as {min(losses)}"
+        )
     of = cost_of(cost, rules, length)
     groups: dict[object, list[int]] = {}
     for i, rule in enumerate(rules):
@@ -162,11 +178,17 @@ def choose(
     tables: Tables = {name: [] for name in losses}
     for index in groups.values():
         members = [rules[index[0]].exact(), *(rules[i] for i in index)]
-        shares, order = torch.tensor([of(rule, length) for rule in members], dtype=torch.float64).sort(stable=True)
+        shares, order = torch.tensor(
+            [of(rule, length) for rule in members], dtype=torch.float64
+        ).sort(stable=True)
         members = [members[i] for i in order.tolist()]
         for name, lost in losses.items():
             heads = len(lost)
-            shared = members[0].sharing(heads, (key_heads or {}).get(name, heads)) if cost == "bytes" else 1
+            shared = (
+                members[0].sharing(heads, (key_heads or {}).get(name, heads))
+                if cost == "bytes"
+                else 1
+            )
             all_ = torch.cat([lost.new_zeros(heads, 1), lost[:, index]], 1)
             tables[name].append((members, shares, all_[:, order], shared))
     if pairs is not None:
@@ -179,7 +201,11 @@ def choose(
 
 
 def search(
-    tables: Tables, length: int, fits: Callable[[float, float], bool], accepted: float, refused: float
+    tables: Tables,
+    length: int,
+    fits: Callable[[float, float], bool],
+    accepted: float,
+    refused: float,
 ) -> Allocation:
     """The allocation at the last price whose cost and loss fit, from the price `accepted` towards `refused`."""
     best, _, _ = at_price(tables, accepted, length)

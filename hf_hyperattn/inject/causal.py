@@ -72,14 +72,19 @@ class CausalInjection(Injection):
     measured: list[Sensitivity] = field(default_factory=list, init=False)
     key_heads: dict[str, int] = field(default_factory=dict, init=False)  # by layer
     corrections: int = field(default=0, init=False)  # by what heads lose together
-    unable: dict[str, float] = field(default_factory=dict, init=False)  # tasks that the model cannot do: share right
+    unable: dict[str, float] = field(
+        default_factory=dict, init=False
+    )  # tasks that the model cannot do: share right
     metric, tries, unit = "perplexity", 5, "head"
 
     def __post_init__(self) -> None:
         if self.tokenizer is not None:
             for texts in self.texts:
                 refuse_names(texts, RETRIEVAL)
-            self.texts = [{**texts, **self.retrieval(i, list(texts.values()))} for i, texts in enumerate(self.texts)]
+            self.texts = [
+                {**texts, **self.retrieval(i, list(texts.values()))}
+                for i, texts in enumerate(self.texts)
+            ]
 
     def retrieval(self, part: int, texts: list[Any]) -> dict[str, Item]:
         """Examples of a part: to verify on every task, else a copied text and all needles at once.
@@ -103,7 +108,11 @@ class CausalInjection(Injection):
         """As in `Injection`; a task that the original model cannot do decides nothing."""
         if name in self.unable:
             return None
-        return self.retrieval_budget if name in RETRIEVAL and self.tokenizer is not None else self.budget
+        return (
+            self.retrieval_budget
+            if name in RETRIEVAL and self.tokenizer is not None
+            else self.budget
+        )
 
     def note_stock(self, before: dict[str, Score]) -> None:
         """Note which tasks the original model cannot do: what it loses there is no loss of retrieval."""
@@ -120,8 +129,14 @@ class CausalInjection(Injection):
         for name, item in self.texts[0].items():
             self.progress.describe(f"measuring on {name}")
             options: Any = {"rows": self.rows, "seed": self.seed, "on_layer": step}
-            options |= {"folder": self.folder, "resume": self.resume, "spans": getattr(item, "spans", None)}
-            self.measured.append(measure(self.model, ids_of(item), [*self.rules, *self.rivals], **options))
+            options |= {
+                "folder": self.folder,
+                "resume": self.resume,
+                "spans": getattr(item, "spans", None),
+            }
+            self.measured.append(
+                measure(self.model, ids_of(item), [*self.rules, *self.rivals], **options)
+            )
         if not self.measured[0].costs:
             raise ValueError(
                 f"{type(self.model).__name__}: no layer attends causally to all of {self.length} tokens; allowed: "
@@ -129,7 +144,11 @@ class CausalInjection(Injection):
             )
         self.alone = predicted_losses(self.measured)
         self.costs = self.losses_of(self.rules)
-        hosts = [host_facts(n, host, 0) for n, host in find_hosts(self.model) if n in self.measured[0].costs]
+        hosts = [
+            host_facts(n, host, 0)
+            for n, host in find_hosts(self.model)
+            if n in self.measured[0].costs
+        ]
         self.key_heads = {host.name: host.kv_heads for host in hosts}
         if self.cost == "time":  # once, so that all choices of this run know the same
             self.progress.describe("timing rules")
@@ -138,7 +157,9 @@ class CausalInjection(Injection):
             self.times = cost_of("time", [*self.rules, *self.rivals], self.length, like)
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        rules, losses = (self.rules, self.costs) if rules is None else (rules, self.losses_of(rules))
+        rules, losses = (
+            (self.rules, self.costs) if rules is None else (rules, self.losses_of(rules))
+        )
         named = self.times if self.cost == "time" else self.cost
         return choose(rules, losses, self.length, pairs=pairs, cost=named, key_heads=self.key_heads)
 
@@ -161,7 +182,9 @@ class CausalInjection(Injection):
                 allocation = self.choose(pairs)
             except OutOfReach as nothing:
                 if self.pairs:
-                    raise OutOfReach(pairs, nothing.cheapest, self.cost) from None  # `choose` got times without a name
+                    raise OutOfReach(
+                        pairs, nothing.cheapest, self.cost
+                    ) from None  # `choose` got times without a name
                 allocation = nothing.cheapest
             if i < len(POWERS):
                 self.correct(allocation, before, stock, POWERS[i])
@@ -178,7 +201,11 @@ class CausalInjection(Injection):
         return min(self.tried, key=lambda tried: max(self.in_budgets(tried[1]).values()))[0]
 
     def correct(
-        self, allocation: Allocation, before: dict[str, Score], stock: dict[str, Tensor], power: float
+        self,
+        allocation: Allocation,
+        before: dict[str, Score],
+        stock: dict[str, Tensor],
+        power: float,
     ) -> None:
         """Try an allocation as `attempt` does, and correct `costs` by what its heads lose together.
 
@@ -189,23 +216,33 @@ class CausalInjection(Injection):
             return self.attempt(allocation, before)
         after: dict[str, Score] = {}
         sums: dict[str, Tensor] = {}
-        self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs, and what heads lose together")
+        self.progress.describe(
+            f"trying {allocation.pairs:.1%} of the pairs, and what heads lose together"
+        )
         for name, item in self.texts[1].items():
             after[name], parts = self.lost_together(allocation, item, stock[name])
             weight = 0.0 if name in self.unable else 1 / self.budget_of(name)
-            sums = {layer: sums.get(layer, torch.zeros(())) + weight * found for layer, found in parts.items()}
+            sums = {
+                layer: sums.get(layer, torch.zeros(())) + weight * found
+                for layer, found in parts.items()
+            }
             self.progress.advance(PARTS)
         self.tried.append((allocation, self.losses(before, after)))
         self.corrections += 1
         self.costs = corrected(self.costs, self.rules, allocation, sums, power)
 
-    def lost_together(self, allocation: Allocation, item: Item, stock: Tensor) -> tuple[Score, ByHead]:
+    def lost_together(
+        self, allocation: Allocation, item: Item, stock: Tensor
+    ) -> tuple[Score, ByHead]:
         """The score of a text under an allocation, and every head's part of what is lost; kept as measurements are."""
         ids, spans = ids_of(item), getattr(item, "spans", None)
         kept, found = None, None
         if self.folder is not None:
             rules = [rule for heads in allocation.layers.values() for rule in heads]
-            options = {"layers": list(allocation.layers), "spans": None if spans is None else [list(s) for s in spans]}
+            options = {
+                "layers": list(allocation.layers),
+                "spans": None if spans is None else [list(s) for s in spans],
+            }
             kept = Kept(Path(self.folder) / fingerprint(self.model, ids, rules, **options))
             found = kept.read(TOGETHER) if self.resume else None
         if found is None:
@@ -223,17 +260,25 @@ class CausalInjection(Injection):
 
     def in_budgets(self, losses: Losses) -> Losses:
         """In units of their budgets; tasks that the original model cannot do are left out."""
-        return {name: loss / self.budget_of(name) for name, loss in losses.items() if name not in self.unable}
+        return {
+            name: loss / self.budget_of(name)
+            for name, loss in losses.items()
+            if name not in self.unable
+        }
 
     def budget_of(self, name: str) -> float:
         """The bar of a text or task; where there is none, the usual one of retrieval."""
         return self.bar(name) or USUAL_RETRIEVAL_BUDGET
 
     def compared(self) -> dict[str, Item]:
-        texts = {name: item for name, item in self.texts[2].items() if not isinstance(item, Example)}
+        texts = {
+            name: item for name, item in self.texts[2].items() if not isinstance(item, Example)
+        }
         items: dict[str, Item] = dict(texts)
         if self.tokenizer is not None:
-            mixed = mixture(self.tokenizer, list(texts.values())[-1], self.length, seed=3 * self.seed + 2)
+            mixed = mixture(
+                self.tokenizer, list(texts.values())[-1], self.length, seed=3 * self.seed + 2
+            )
             text = next(iter(texts.values()))
             items["copying"] = copying(text, self.length, opening(self.tokenizer, text))
             items |= {"mixture": mixed} if mixed else {}
@@ -266,7 +311,12 @@ class CausalInjection(Injection):
         first, last = self.of_tasks(before), self.of_tasks(after)
         keys = ("before", "after", "loss")
         cost = {"name": self.cost, "share": self.allocation.cost}
-        report: dict[str, Any] = {"cost": cost, "corrections": self.corrections, "texts": {}, "retrieval": {}}
+        report: dict[str, Any] = {
+            "cost": cost,
+            "corrections": self.corrections,
+            "texts": {},
+            "retrieval": {},
+        }
         for name, score in first.items():
             row = dict(zip(keys, self.scores(score, last[name])))
             if name in before:

@@ -26,7 +26,10 @@ ALIKE = 24
 
 
 def cost_of(
-    cost: CostName | Cost | None, rules: Sequence[CandidateRule], length: int, like: Tensor | None = None
+    cost: CostName | Cost | None,
+    rules: Sequence[CandidateRule],
+    length: int,
+    like: Tensor | None = None,
 ) -> Cost:
     """A cost by its name; a function is one.
 
@@ -41,7 +44,9 @@ def cost_of(
     if callable(cost):
         return cost
     if cost not in (None, *COSTS):
-        raise ValueError(f"cost is {cost!r}; allowed: {', '.join(COSTS)}, or a function of a rule and a length")
+        raise ValueError(
+            f"cost is {cost!r}; allowed: {', '.join(COSTS)}, or a function of a rule and a length"
+        )
     if cost in ("bytes", "time") and not all(rule.causal for rule in rules):
         raise ValueError(
             f"cost is {cost!r} for rules of an encoder, which keeps no cache; allowed: 'pairs', or a function"
@@ -60,7 +65,9 @@ def times(rules: Sequence[CandidateRule], length: int, like: Tensor) -> dict[Can
     """
     group, dim = like.shape
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(1, group + 2, length + ALIKE, dim, generator=generator, dtype=torch.float32).to(like.device)
+    drawn = torch.randn(
+        1, group + 2, length + ALIKE, dim, generator=generator, dtype=torch.float32
+    ).to(like.device)
     sums = drawn[:, :group].cumsum(2)
     query = (sums[:, :, ALIKE:] - sums[:, :, :-ALIKE]) * ALIKE**-0.5
     key, value = drawn[:, group:, :length].split(1, 1)
@@ -69,7 +76,9 @@ def times(rules: Sequence[CandidateRule], length: int, like: Tensor) -> dict[Can
     for rule in rules:
         config = rule.layer_config([rule] * group, length)
         if not rule.is_exact:
-            calls[rule] = get_mechanism(config.mechanism).layer(config, None, "replace").change(plan).run
+            calls[rule] = (
+                get_mechanism(config.mechanism).layer(config, None, "replace").change(plan).run
+            )
     found = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):  # the first of which sets up what is set up on first use
         for rule, run in calls.items():

@@ -33,13 +33,17 @@ class EncoderInjection(Injection):
     metric, tries, unit = "cosine", 6, "layer"
 
     def steps(self) -> int:
-        return len(self.texts[0]) * (len(list(find_hosts(self.model))) * len(self.rules) + self.tries + 4)
+        return len(self.texts[0]) * (
+            len(list(find_hosts(self.model))) * len(self.rules) + self.tries + 4
+        )
 
     def measure(self) -> None:
         plain = self.read(self.texts[0])
         for name in self.whole_layers(ids_of(next(iter(self.texts[0].values())))):
             self.progress.describe(f"measuring {name}")
-            alone = (Allocation({name: (rule,)}, self.length) for rule in (*self.rules, *self.rivals))
+            alone = (
+                Allocation({name: (rule,)}, self.length) for rule in (*self.rules, *self.rivals)
+            )
             worst = [max(self.losses_under(allocation, 0, plain).values()) for allocation in alone]
             self.alone[name] = torch.tensor([worst], dtype=torch.float64)
         self.costs = self.losses_of(self.rules)
@@ -56,7 +60,9 @@ class EncoderInjection(Injection):
             if is_whole(arguments[0], self.length):
                 found.add(name)
 
-        patch_model(self.model, self.rules[0].base_config())  # gates at 0: the attention is the model's own
+        patch_model(
+            self.model, self.rules[0].base_config()
+        )  # gates at 0: the attention is the model's own
         try:
             with ExitStack() as hooks, torch.no_grad():
                 for name, hyper in patched_layers(self.model):
@@ -75,14 +81,18 @@ class EncoderInjection(Injection):
         before = self.read(self.texts[1])
         for halvings in range(1 if self.pairs else self.tries):
             loss = None if self.pairs else MARGIN * self.budget / 2**halvings
-            allocation = choose(self.rules, self.costs, self.length, pairs=self.pairs, loss=loss, cost=self.cost)
+            allocation = choose(
+                self.rules, self.costs, self.length, pairs=self.pairs, loss=loss, cost=self.cost
+            )
             self.attempt(allocation, before)
             if self.pairs is not None or self.keeps(self.tried[-1][1]):
                 return allocation
         return None
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        rules, losses = (self.rules, self.costs) if rules is None else (rules, self.losses_of(rules))
+        rules, losses = (
+            (self.rules, self.costs) if rules is None else (rules, self.losses_of(rules))
+        )
         return choose(rules, losses, self.length, pairs=pairs, cost=self.cost)
 
     def hidden(self, item: Item) -> Tensor:
@@ -99,7 +109,11 @@ class EncoderInjection(Injection):
 def is_whole(call: HostCall, length: int) -> bool:
     """Whether every token of a passage attends to all of it."""
     options = call.options
-    if call.query.shape[2] != length or call.key.shape[2] != length or (options.window or length) < length:
+    if (
+        call.query.shape[2] != length
+        or call.key.shape[2] != length
+        or (options.window or length) < length
+    ):
         return False
     real = None if options.mask is None else call.read_mask().real_if_only_padding
     return options.mask is None or (real is not None and bool(real.all()))

@@ -34,7 +34,9 @@ PIECE = 512  # tokens whose logits are formed at a time
 FUNCTION = "_gradient_checkpointing_func"
 
 
-def attention_gradients(model: nn.Module, ids: Tensor, on_gradient: OnGradient, loss: Loss) -> float:
+def attention_gradients(
+    model: nn.Module, ids: Tensor, on_gradient: OnGradient, loss: Loss
+) -> float:
     """Run a patched model forward and backward on one text, and pass every layer's gradient to `on_gradient`.
 
     Args:
@@ -89,7 +91,11 @@ def loss_of(
     head: Head, hidden: Tensor, ids: Tensor, gradient: bool = True, spans: Spans | None = None
 ) -> tuple[float, Tensor | None]:
     """The loss a token that counts, and the gradient of the sum by the final hidden states; None without `gradient`."""
-    leaf, total, counted = hidden.detach().requires_grad_(gradient), 0.0, predicted_of(spans, len(ids))
+    leaf, total, counted = (
+        hidden.detach().requires_grad_(gradient),
+        0.0,
+        predicted_of(spans, len(ids)),
+    )
     for piece in counted.split(PIECE):
         logits = head(leaf[piece.to(leaf.device)]).float()
         loss = F.cross_entropy(logits, ids.cpu()[piece + 1].to(logits.device), reduction="sum")
@@ -133,9 +139,13 @@ def attention_hooks(model: nn.Module, on_gradient: OnGradient) -> Iterator[None]
 
     def hook(_, arguments, output, name: str):
         call, _, stock = arguments
-        out = stock() if output is None else output[0]  # None: the host's own attention is what counts
+        out = (
+            stock() if output is None else output[0]
+        )  # None: the host's own attention is what counts
         if out.requires_grad:
-            plain = out.detach()  # a hook that refers to its own tensor is never freed, nor is the layer's call
+            plain = (
+                out.detach()
+            )  # a hook that refers to its own tensor is never freed, nor is the layer's call
             out.register_hook(lambda gradient: on_gradient(name, call, plain, gradient))
         return out, None if output is None else output[1]
 

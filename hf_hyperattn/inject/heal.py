@@ -76,7 +76,9 @@ class Healing:
 
     def __post_init__(self):
         for name in (name for name, ids in self.texts.items() if len(ids) < 2 * self.length):
-            raise ValueError(f"the text {name} is short of tokens; allowed: {2 * self.length} or more")
+            raise ValueError(
+                f"the text {name} is short of tokens; allowed: {2 * self.length} or more"
+            )
         self.origin = fingerprint(self.model, torch.empty(0), ())  # before anything learns
         if not hyper_parameters(self.model) and not self.rank:
             raise ValueError(
@@ -84,10 +86,17 @@ class Healing:
                 "(rank=R), which trains LoRA's matrices beside it"
             )
         if self.lr is not None and not self.rank:
-            raise ValueError(f"lr {self.lr:g} is of LoRA's matrices; allowed: with --lora R (rank=R)")
+            raise ValueError(
+                f"lr {self.lr:g} is of LoRA's matrices; allowed: with --lora R (rank=R)"
+            )
         if self.patch_lr is not None and not hyper_parameters(self.model):
-            raise ValueError(f"patch_lr {self.patch_lr:g}: the patch has no parameter that could learn; leave it out")
-        lr, patch_lr = LR if self.lr is None else self.lr, PATCH_LR if self.patch_lr is None else self.patch_lr
+            raise ValueError(
+                f"patch_lr {self.patch_lr:g}: the patch has no parameter that could learn; leave it out"
+            )
+        lr, patch_lr = (
+            LR if self.lr is None else self.lr,
+            PATCH_LR if self.patch_lr is None else self.patch_lr,
+        )
         self.lr, self.patch_lr = lr, patch_lr  # a state says what was used
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -97,7 +106,12 @@ class Healing:
         self.optimizer = torch.optim.AdamW(groups, foreach=False)
         self.rates = [group["lr"] for group in groups]
 
-    def run(self, state: Path | None = None, save_every: int = 25, on_step: Callable[[float], None] | None = None):
+    def run(
+        self,
+        state: Path | None = None,
+        save_every: int = 25,
+        on_step: Callable[[float], None] | None = None,
+    ):
         """Learn what is left to learn; `on_step` hears the loss of every step.
 
         Every `save_every` steps the work is kept in the file `state`; what it holds is gone on from, to the bit.
@@ -108,7 +122,11 @@ class Healing:
         if state is not None and state.exists():
             self.read(state)
         for step in range(len(self.losses), self.steps):
-            with torch.autocast(self.model.device.type, torch.bfloat16) if self.bf16 else nullcontext():
+            with (
+                torch.autocast(self.model.device.type, torch.bfloat16)
+                if self.bf16
+                else nullcontext()
+            ):
                 self.losses.append(self.step(self.window(step)))
             if on_step:
                 on_step(self.losses[-1])
@@ -120,7 +138,9 @@ class Healing:
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         pick = lambda below: int(torch.randint(below, (), generator=draw))
         ids = list(self.texts.values())[pick(len(self.texts))]
-        return self.opened(ids[pick(len(ids) - 2 * self.length + 1) :][: self.length - len(self.prefix)])
+        return self.opened(
+            ids[pick(len(ids) - 2 * self.length + 1) :][: self.length - len(self.prefix)]
+        )
 
     def opened(self, ids: Tensor) -> Tensor:
         """Tokens of a text behind the prefix."""
@@ -132,7 +152,9 @@ class Healing:
         part = min(1.0, (done + 1) / max(1, self.steps // 20)) * (1 - done / self.steps)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * part
-        ask = self.model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_())
+        ask = self.model.get_input_embeddings().register_forward_hook(
+            lambda _, __, out: out.requires_grad_()
+        )
         with ask, checkpointed(self.model), torch.enable_grad():
             hidden = final_hidden(self.model, ids)
             loss, gradient = divergence(self.head, hidden, teacher)
@@ -155,7 +177,9 @@ class Healing:
         for name, ids in ((name, self.opened(ids[-last:])) for name, ids in self.texts.items()):
             with evaluation_mode(self.model):
                 teacher, student = self.teacher(ids), final_hidden(self.model, ids)
-            own, now = (loss_of(self.head, hidden, ids, gradient=False)[0] for hidden in (teacher, student))
+            own, now = (
+                loss_of(self.head, hidden, ids, gradient=False)[0] for hidden in (teacher, student)
+            )
             losses[name] = own, now, divergence(self.head, student, teacher, gradient=False)[0]
         return losses
 
@@ -165,24 +189,43 @@ class Healing:
 
     def settings(self) -> dict[str, Any]:
         """What a state has to agree in, as JSON data."""
-        numbers = {name: getattr(self, name) for name in ("length", "steps", "rank", "lr", "patch_lr", "seed")}
-        texts = {name: sha256(ids.cpu().numpy().tobytes()).hexdigest() for name, ids in self.texts.items()}
+        numbers = {
+            name: getattr(self, name)
+            for name in ("length", "steps", "rank", "lr", "patch_lr", "seed")
+        }
+        texts = {
+            name: sha256(ids.cpu().numpy().tobytes()).hexdigest()
+            for name, ids in self.texts.items()
+        }
         more: dict[str, Any] = {"prefix": list(self.prefix)} if self.prefix else {}
         more |= {"bf16": True} if self.bf16 else {}
-        return numbers | more | {"texts": texts, "patch": self.model.config.hyperattn, "model": self.origin}
+        return (
+            numbers
+            | more
+            | {"texts": texts, "patch": self.model.config.hyperattn, "model": self.origin}
+        )
 
     def write(self, file: Path) -> None:
         """Keep parameters, the optimizer's moments and the losses; a crash leaves the old file or the new one."""
         tensors: dict[str, Tensor] = {}
         for name, p in self.trained().items():
-            tensors |= {f"{name}/{key}": t for key, t in {"value": p.detach(), **self.optimizer.state[p]}.items()}
+            tensors |= {
+                f"{name}/{key}": t
+                for key, t in {"value": p.detach(), **self.optimizer.state[p]}.items()
+            }
         about = {"settings": json.dumps(self.settings()), "losses": json.dumps(self.losses)}
         write_atomically(file, save(tensors, about))
 
     def read(self, file: Path) -> None:
         """Take up what `write` kept."""
-        with errors_as(f"{file} is damaged, delete it to begin anew"), safe_open(file, "pt") as data:
-            about, tensors = data.metadata() or {}, {name: data.get_tensor(name) for name in data.keys()}
+        with (
+            errors_as(f"{file} is damaged, delete it to begin anew"),
+            safe_open(file, "pt") as data,
+        ):
+            about, tensors = (
+                data.metadata() or {},
+                {name: data.get_tensor(name) for name in data.keys()},
+            )
         if about.get("settings") != json.dumps(self.settings()):
             raise ValueError(
                 f"{file} is of a run with another model, other settings, texts or patch; allowed: the same"
@@ -191,8 +234,12 @@ class Healing:
         for name, p in self.trained().items():
             p.data.copy_(tensors.pop(f"{name}/value"))
             kept = (key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors)
-            moments = {key: tensors[f"{name}/{key}"] for key in kept}  # none where no loss has reached the parameter
-            self.optimizer.state[p] = {k: t if k == "step" else t.to(p.device) for k, t in moments.items()}
+            moments = {
+                key: tensors[f"{name}/{key}"] for key in kept
+            }  # none where no loss has reached the parameter
+            self.optimizer.state[p] = {
+                k: t if k == "step" else t.to(p.device) for k, t in moments.items()
+            }
 
 
 @contextmanager

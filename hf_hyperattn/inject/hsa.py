@@ -57,7 +57,9 @@ class HsaHeadRule(CandidateRule):
 
     @property
     def family(self) -> str:
-        return "sinks and window" if not self.refine_top_k and self.block_bias == -math.inf else "hsa"
+        return (
+            "sinks and window" if not self.refine_top_k and self.block_bias == -math.inf else "hsa"
+        )
 
     def share(self, length: int) -> float:
         rule, dropped = (self.near, self.sinks, self.refine_top_k), self.block_bias == -math.inf
@@ -67,7 +69,10 @@ class HsaHeadRule(CandidateRule):
         """Tokens and means under open parents, and all means of the largest windows; without refinement."""
         if self.refine_top_k or self.is_exact:
             return 1.0
-        own, held = max(0, length - TAKEN_BACK) // self.windows[0] * self.windows[0], length / self.windows[-1]
+        own, held = (
+            max(0, length - TAKEN_BACK) // self.windows[0] * self.windows[0],
+            length / self.windows[-1],
+        )
         for width, parent in zip((1, *self.windows), self.windows):
             first = first_near(own, self.near) // parent * parent
             held += min(length, length - first - self.sinks // -parent * parent) / width
@@ -119,7 +124,11 @@ class HsaHeadRule(CandidateRule):
         for rule in rules:
             unbiased = replace(rule, block_bias=0.0)
             if unbiased != computed:
-                computed, kept, dropped = unbiased, run(unbiased), run(replace(rule, block_bias=-math.inf))
+                computed, kept, dropped = (
+                    unbiased,
+                    run(unbiased),
+                    run(replace(rule, block_bias=-math.inf)),
+                )
             yield at_bias(kept, dropped, rule.block_bias, exact[1])
 
 
@@ -151,7 +160,9 @@ def at_bias(kept, dropped, bias: float, whole: Tensor) -> tuple[Tensor, Tensor]:
     return projected, whole - kept[1] - total.log() + bias * math.exp(bias) * closed / total
 
 
-def attend(query: Tensor, levels, rule: HsaHeadRule, call: HostCall, start: int) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, levels, rule: HsaHeadRule, call: HostCall, start: int
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a chunk of queries, which are those of the last tokens."""
     heads = query.shape[1]
     offset = levels.keys[0].shape[2] - query.shape[2]
@@ -159,7 +170,9 @@ def attend(query: Tensor, levels, rule: HsaHeadRule, call: HostCall, start: int)
     near, first, top_k = ([x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k))
     sinks = None if call.options.sinks is None else call.options.sinks.float()
     part = query[:, :, start : start + CHUNK]
-    return attend_levels(part, levels, near, first, top_k, bias, sinks, True, start + offset, float(call.scale))
+    return attend_levels(
+        part, levels, near, first, top_k, bias, sinks, True, start + offset, float(call.scale)
+    )
 
 
 @dataclass(frozen=True)
@@ -219,6 +232,8 @@ def layer_candidates(length: int) -> list[HsaLayerRule]:
     for windows in (w for w in LAYER_WINDOWS if 2 * w[-1] <= length):
         rules.append(HsaLayerRule(HsaConfig(windows, "both", tuned_length=length)))
         for near, top in itertools.product([n for n in LAYER_NEAR if 2 * n <= length], LAYER_TOP_K):
-            config = HsaConfig(windows, "key", near=near, sinks=1, refine_top_k=top, tuned_length=length)
+            config = HsaConfig(
+                windows, "key", near=near, sinks=1, refine_top_k=top, tuned_length=length
+            )
             rules.append(HsaLayerRule(config))
     return rules

@@ -129,7 +129,9 @@ class Injection(ABC):
         allocation = self.search()
         if allocation is None or allocation.config() is None:
             if self.pairs is not None:
-                raise ValueError(f"at {self.pairs:g} of the cost all attention stays exact; allowed: a smaller share")
+                raise ValueError(
+                    f"at {self.pairs:g} of the cost all attention stays exact; allowed: a smaller share"
+                )
             raise ValueError(
                 f"no rule keeps within the budget of {self.budget:g} on these texts: all attention stays exact; "
                 "allowed: a larger budget, or longer texts"
@@ -149,7 +151,9 @@ class Injection(ABC):
             if accepted:
                 break
             self.rejected.append((self.allocation, losses))
-            progress.describe(f"on held-out text {self.allocation.pairs:.1%} of the pairs exceed a budget")
+            progress.describe(
+                f"on held-out text {self.allocation.pairs:.1%} of the pairs exceed a budget"
+            )
         pair = lambda before, after: {"before": before, "after": after}
         return {
             "metric": self.metric,
@@ -203,7 +207,11 @@ class Injection(ABC):
     def verified(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         """What the report says of the held-out texts."""
         keys = ("before", "after", "loss")
-        return {"texts": {name: dict(zip(keys, self.scores(b, after[name]))) for name, b in before.items()}}
+        return {
+            "texts": {
+                name: dict(zip(keys, self.scores(b, after[name]))) for name, b in before.items()
+            }
+        }
 
     @torch.no_grad()
     def read(self, texts: Mapping[str, Item]) -> dict[str, Any]:
@@ -260,7 +268,9 @@ class Injection(ABC):
         here = self.read(items)
         unpatch_model(self.model)
         stock = self.read(items)
-        shown = {"this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}}
+        shown = {
+            "this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}
+        }
         for label, rival in self.rival_allocations().items():
             progress.describe(f"comparing with {label}")
             self.patch(rival)
@@ -290,7 +300,9 @@ class Injection(ABC):
     def attempt(self, allocation: Allocation, before: dict[str, Any]) -> None:
         """Try an allocation on the second texts; what has been tried is not read again."""
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs")
-        found = next((losses for made, losses in self.tried if made.layers == allocation.layers), None)
+        found = next(
+            (losses for made, losses in self.tried if made.layers == allocation.layers), None
+        )
         if found is None:
             found = self.losses_under(allocation, 1, before)
         else:

@@ -28,7 +28,9 @@ WHOLE = "whole.json"  # is there once all layers are
 ELSEWHERE = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 
 
-def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], **options: Any) -> str:
+def fingerprint(
+    model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], **options: Any
+) -> str:
     """32 hexadecimal digits that differ where the model, its config, the text, a rule or an option does.
 
     Of every parameter the name, the shape and up to `PIECES` numbers count, also where it is offloaded.
@@ -36,10 +38,16 @@ def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], *
     Args:
         ids: token ids [N]. rules: frozen dataclasses. options: of the measurement, plain values.
     """
-    digest = hashlib.sha256(json.dumps([FORMAT, options, [repr(rule) for rule in rules]], sort_keys=True).encode())
+    digest = hashlib.sha256(
+        json.dumps([FORMAT, options, [repr(rule) for rule in rules]], sort_keys=True).encode()
+    )
     digest.update(ids.cpu().numpy().tobytes())
     of_model: Any = getattr(model, "config", None)
-    config = {name: value for name, value in of_model.to_dict().items() if name not in ELSEWHERE} if of_model else {}
+    config = (
+        {name: value for name, value in of_model.to_dict().items() if name not in ELSEWHERE}
+        if of_model
+        else {}
+    )
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
@@ -77,12 +85,18 @@ class Kept:
     def write(self, layer: str, tensors: dict[str, Tensor]) -> None:
         """Keep the tensors of a layer, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.file(layer), save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+        write_atomically(
+            self.file(layer), save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        )
 
     def whole(self) -> dict[str, Any] | None:
         """What `finish` wrote: the layers in their order, and the loss of the text; None where layers are missing."""
         whole = read_json(self.folder / WHOLE) if (self.folder / WHOLE).is_file() else None
-        return whole if whole and all(self.file(layer).is_file() for layer in whole["layers"]) else None
+        return (
+            whole
+            if whole and all(self.file(layer).is_file() for layer in whole["layers"])
+            else None
+        )
 
     def finish(self, layers: list[str], loss: float) -> None:
         """Say that all layers are there."""

@@ -88,18 +88,30 @@ def sample(length: int, rows: int, seed: int, spans: Spans | None) -> Sample:
     if spans is None:
         starts = sampled(length, rows, seed)
         count = len(starts) * CHUNK
-        return Sample(starts, torch.full((len(starts),), length / count, dtype=torch.float64), length)
+        return Sample(
+            starts, torch.full((len(starts),), length / count, dtype=torch.float64), length
+        )
     chunks = torch.arange(length // CHUNK)
     answers = torch.zeros(length // CHUNK, dtype=torch.bool)
     answers[(predicted_of(spans, length) // CHUNK).clamp_max(len(chunks) - 1)] = True
     starts, weights = [], []
     for stratum, share in ((chunks[answers], 0.75), (chunks[~answers], 0.25)):
-        drawn = [x // CHUNK for x in sampled(len(stratum) * CHUNK, int(share * rows), seed)] if len(stratum) else []
+        drawn = (
+            [x // CHUNK for x in sampled(len(stratum) * CHUNK, int(share * rows), seed)]
+            if len(stratum)
+            else []
+        )
         starts += [int(stratum[i]) * CHUNK for i in drawn]
-        weights += [len(stratum) / len(drawn) for _ in drawn]  # none where all chunks have answers, or none has
+        weights += [
+            len(stratum) / len(drawn) for _ in drawn
+        ]  # none where all chunks have answers, or none has
     order = sorted(range(len(starts)), key=starts.__getitem__)
     counted = sum(stop - max(start, 1) for start, stop in spans)
-    return Sample([starts[i] for i in order], torch.tensor([weights[i] for i in order], dtype=torch.float64), counted)
+    return Sample(
+        [starts[i] for i in order],
+        torch.tensor([weights[i] for i in order], dtype=torch.float64),
+        counted,
+    )
 
 
 def measure(
@@ -138,7 +150,11 @@ def measure(
     result, drawn = Sensitivity(list(rules)), sample(len(ids), rows, seed, spans)
     kept = None
     if folder is not None and not keep_slopes:
-        options = {"rows": rows, "seed": seed, "spans": None if spans is None else [list(span) for span in spans]}
+        options = {
+            "rows": rows,
+            "seed": seed,
+            "spans": None if spans is None else [list(span) for span in spans],
+        }
         kept = Kept(Path(folder) / fingerprint(model, ids, rules, **options))
         if not resume:
             shutil.rmtree(kept.folder, ignore_errors=True)
@@ -158,9 +174,13 @@ def measure(
         if on_layer:
             on_layer(name)
 
-    patch_model(model, rules[0].base_config(), mode="blend")  # gates at 0: the attention is the model's own
+    patch_model(
+        model, rules[0].base_config(), mode="blend"
+    )  # gates at 0: the attention is the model's own
     try:
-        result.loss = attention_gradients(model, ids, on_gradient, partial(loss_of, ids=ids, spans=spans))
+        result.loss = attention_gradients(
+            model, ids, on_gradient, partial(loss_of, ids=ids, spans=spans)
+        )
     finally:
         unpatch_model(model)
     result.order(seen[::-1])  # the last layer came first
@@ -180,7 +200,9 @@ def check(ids: Tensor, rows: int, spans: Spans | None) -> None:
     places = [1, *(place for span in spans for place in span), len(ids)]
     fits = all(a <= b for a, b in pairwise(places)) and all(start < stop for start, stop in spans)
     if not spans or not fits:  # the first token is predicted from nothing
-        refuse("spans", spans, f"one (start, stop) or more in 1..{len(ids)}, in order, without overlap")
+        refuse(
+            "spans", spans, f"one (start, stop) or more in 1..{len(ids)}, in order, without overlap"
+        )
 
 
 def read_whole(result: Sensitivity, kept: Kept, whole: Mapping[str, Any], on_layer) -> Sensitivity:
@@ -194,13 +216,22 @@ def read_whole(result: Sensitivity, kept: Kept, whole: Mapping[str, Any], on_lay
 
 
 def layer_costs(
-    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[CandidateRule], drawn: Sample, keep_slopes: bool
+    call: HostCall,
+    out: Tensor,
+    gradient: Tensor,
+    rules: Sequence[CandidateRule],
+    drawn: Sample,
+    keep_slopes: bool,
 ) -> dict[str, Tensor]:
     """What is measured of one layer, by the fields of `Sensitivity`."""
-    slopes, kl = (t.cpu() for t in compare(call, out, gradient, rules, drawn.starts))  # layers may be on any device
+    slopes, kl = (
+        t.cpu() for t in compare(call, out, gradient, rules, drawn.starts)
+    )  # layers may be on any device
     squares = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1)  # [chunks, H, C]
     shares = (0.5 * CHUNK / drawn.counted) * drawn.weights[:, None, None]  # of a token that counts
-    return {"costs": (shares * squares).sum(0), "kl": kl} | ({"slopes": slopes} if keep_slopes else {})
+    return {"costs": (shares * squares).sum(0), "kl": kl} | (
+        {"slopes": slopes} if keep_slopes else {}
+    )
 
 
 def is_plain(call: HostCall, length: int) -> bool:
@@ -219,7 +250,11 @@ def hides_nothing_before(call: HostCall) -> bool:
 
 
 def compare(
-    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[CandidateRule], starts: Sequence[int]
+    call: HostCall,
+    out: Tensor,
+    gradient: Tensor,
+    rules: Sequence[CandidateRule],
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Slopes [R, H, C] and KL divergences [H, C] of one layer."""
     at = torch.cat([torch.arange(s, s + CHUNK) for s in starts])

@@ -157,8 +157,13 @@ def variables(draw: random.Random, depth: float) -> Hidden:
     chain = ["".join(draw.sample(letters, 3)) for _ in range(HOPS + 1)]
     value = number(draw)
     places = sorted((depth + i / (HOPS + 1)) % 1 for i in range(HOPS + 1))
-    lines = [f"\nVAR {chain[0]} = {value}\n", *(f"\nVAR {b} = VAR {a}\n" for a, b in zip(chain, chain[1:]))]
-    tail: Tail = [(f"\nQuestion: which variables hold {value}?\nThe variables that hold {value} are", False)]
+    lines = [
+        f"\nVAR {chain[0]} = {value}\n",
+        *(f"\nVAR {b} = VAR {a}\n" for a, b in zip(chain, chain[1:])),
+    ]
+    tail: Tail = [
+        (f"\nQuestion: which variables hold {value}?\nThe variables that hold {value} are", False)
+    ]
     for name in chain:
         tail += [(f" {name}", True), (",", False)]
     return Hidden(list(zip(places, lines)), tail[:-1])
@@ -192,7 +197,12 @@ COUNTS = {"needle": DEPTHS, "needle_keys": 4, "needle_values": 3, "variables": 3
 
 
 def examples(
-    tokenizer: Any, texts: Sequence[Tensor], length: int, *, seed: int = 0, tasks: Iterable[str] | None = None
+    tokenizer: Any,
+    texts: Sequence[Tensor],
+    length: int,
+    *,
+    seed: int = 0,
+    tasks: Iterable[str] | None = None,
 ) -> list[Example]:
     """Examples of every task, of `length` tokens each; a task that does not fit that length is left out.
 
@@ -210,10 +220,14 @@ def examples(
     chosen = list(("copying", *TASKS) if tasks is None else tasks)
     check(texts, length, chosen)
     first = [opening(tokenizer, text) for text in texts]
-    made = [copying(text, length, n) for text, n in zip(texts, first)] if "copying" in chosen else []
+    made = (
+        [copying(text, length, n) for text, n in zip(texts, first)] if "copying" in chosen else []
+    )
     for task in (name for name in TASKS if name in chosen):
         for i in range(COUNTS[task]):
-            draw = random.Random(f"{seed} {task} {i}")  # a text: the same on every platform and version
+            draw = random.Random(
+                f"{seed} {task} {i}"
+            )  # a text: the same on every platform and version
             hidden = TASKS[task](draw, (i + 0.5) / COUNTS[task])
             at = i % len(texts)
             example = assemble(encoder(tokenizer), texts[at], length, task, hidden, first[at])
@@ -225,7 +239,9 @@ def check(texts: Sequence[Tensor], length: int, tasks: Iterable[str]) -> None:
     """Refuse unknown tasks and haystacks that are too short."""
     unknown = sorted(set(tasks) - {"copying", *TASKS})
     if unknown:
-        raise ValueError(f"retrieval task {unknown[0]!r} is unknown; allowed: copying, {', '.join(TASKS)}")
+        raise ValueError(
+            f"retrieval task {unknown[0]!r} is unknown; allowed: copying, {', '.join(TASKS)}"
+        )
     check_length(length)
     shortest = min((len(text) for text in texts), default=0)
     if shortest < length:
@@ -244,7 +260,9 @@ def refuse_names(texts: Iterable[str], tasks: Collection[str]) -> None:
     """Refuse texts that are called like a task, or like one of its examples, which have numbers."""
     for name in texts:
         if re.sub(r" \d+$", "", name) in tasks:
-            raise ValueError(f"a text is called {name}, as a task of retrieval is; allowed: another name")
+            raise ValueError(
+                f"a text is called {name}, as a task of retrieval is; allowed: another name"
+            )
 
 
 def opening(tokenizer: Any, text: Tensor) -> int:
@@ -283,7 +301,9 @@ def mixture(tokenizer: Any, text: Tensor, length: int, *, seed: int = 0) -> Exam
     for i, task in enumerate(MIXED):
         draw = random.Random(f"{seed} mixture {i}")
         parts.append(TASKS[task](draw, (i * 0.37 + 0.05) % 1))
-        inserts, tail = ([x for p in parts for x in getattr(p, name)] for name in ("inserts", "tail"))
+        inserts, tail = (
+            [x for p in parts for x in getattr(p, name)] for name in ("inserts", "tail")
+        )
         fitting = assemble(encode, text, length, "mixture", Hidden(inserts, tail), first)
         if fitting is None:
             parts.pop()
@@ -297,7 +317,9 @@ def encoder(tokenizer: Any) -> Encode:
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def assemble(encode: Encode, text: Tensor, length: int, task: str, hidden: Hidden, first: int = 0) -> Example | None:
+def assemble(
+    encode: Encode, text: Tensor, length: int, task: str, hidden: Hidden, first: int = 0
+) -> Example | None:
     """The haystack with what is hidden in it, after its `first` tokens, and the end: `length` tokens.
 
     None where too little haystack is left.
@@ -340,7 +362,9 @@ def score_hidden(hidden: Tensor, head: Head, example: Example) -> Score:
         hits = int((logits.argmax(-1) == answer).sum())
         exact += hits == len(answer)
         right += hits
-    return Score(nats=nats / example.tokens, exact=exact / len(example.spans), right=right / example.tokens)
+    return Score(
+        nats=nats / example.tokens, exact=exact / len(example.spans), right=right / example.tokens
+    )
 
 
 def by_task(made: Sequence[Example], scores: Sequence[Score]) -> dict[str, Score]:
@@ -350,7 +374,11 @@ def by_task(made: Sequence[Example], scores: Sequence[Score]) -> dict[str, Score
         grouped.setdefault(example.task, []).append(one)
     mean = lambda values: sum(values) / len(values)
     return {
-        task: Score(mean([s.nats for s in all_]), mean([s.exact for s in all_]), mean([s.right for s in all_]))
+        task: Score(
+            mean([s.nats for s in all_]),
+            mean([s.exact for s in all_]),
+            mean([s.right for s in all_]),
+        )
         for task, all_ in grouped.items()
     }
 

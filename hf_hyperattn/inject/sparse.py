@@ -98,7 +98,12 @@ class SparseHeadRule(SparseCandidate):
 
 
 def seen(
-    rule: sparse.SparseRule, query: Tensor, key: Tensor, scale: float, starts: Sequence[int], at: Tensor
+    rule: sparse.SparseRule,
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    starts: Sequence[int],
+    at: Tensor,
 ) -> Tensor:
     """Bool [H, R, N]: the keys that the sampled queries see; of queries and keys [H, N, d] of a whole text."""
     if not rule.earlier:  # it depends on the query and the keys alone
@@ -108,7 +113,9 @@ def seen(
     if query.shape[1] <= AT_ONCE:
         return rule.mask(query[None], key[None], scale)[0][:, at]
     parts = []
-    later = rule.earlier if getattr(rule, "query", None) == "chunk" else 0  # the rest of the last query's chunk
+    later = (
+        rule.earlier if getattr(rule, "query", None) == "chunk" else 0
+    )  # the rest of the last query's chunk
     for start in starts:
         first = max(0, start - rule.earlier)
         part = query[None, :, first : start + CHUNK + later]
@@ -161,7 +168,12 @@ PAGE_NEAR, OPENED = (16, 64), (32, 64, 128, 256, 512, 1024)
 MOST = 0.5
 #: What a layer of an encoder may be given, in tokens; the first token of a passage is often [CLS]. Single keys only
 #: where 16 queries share the search, which otherwise computes every pair.
-LAYER_NEAR, LAYER_SINKS, LAYER_PAGE_NEAR, LAYER_OPENED = (8, 16, 32, 64, 128, 256), 1, (4, 16), (16, 32, 64, 128)
+LAYER_NEAR, LAYER_SINKS, LAYER_PAGE_NEAR, LAYER_OPENED = (
+    (8, 16, 32, 64, 128, 256),
+    1,
+    (4, 16),
+    (16, 32, 64, 128),
+)
 LAYER_PAGES: tuple[tuple[int, Any, Any], ...] = (
     (1, "mean", "chunk"),
     (4, "mean", "chunk"),

@@ -30,7 +30,9 @@ ByHead = dict[str, Tensor]
 MOST = 8.0
 
 
-def loss_parts(model: nn.Module, ids: Tensor, teacher: Tensor, spans: Spans | None = None) -> tuple[Tensor, ByHead]:
+def loss_parts(
+    model: nn.Module, ids: Tensor, teacher: Tensor, spans: Spans | None = None
+) -> tuple[Tensor, ByHead]:
     """What every head of an allocation has to do with what is lost on one text.
 
     Args:
@@ -61,7 +63,11 @@ def loss_parts(model: nn.Module, ids: Tensor, teacher: Tensor, spans: Spans | No
 
 
 def corrected(
-    losses: Mapping[str, Tensor], rules: Sequence[CandidateRule], allocation: Allocation, parts: ByHead, power: float
+    losses: Mapping[str, Tensor],
+    rules: Sequence[CandidateRule],
+    allocation: Allocation,
+    parts: ByHead,
+    power: float,
 ) -> dict[str, Tensor]:
     """What rules lose, with every head's in proportion to what it was found to lose together with the others.
 
@@ -84,20 +90,33 @@ def corrected(
     column = {rule: i for i, rule in enumerate(rules)}
     used = {rule for heads in allocation.sparse.values() for rule in heads if not rule.is_exact}
     if strange := used - column.keys():
-        raise ValueError(f"corrected: {strange.pop()} is no candidate; allowed: the rules that losses are of")
+        raise ValueError(
+            f"corrected: {strange.pop()} is no candidate; allowed: the rules that losses are of"
+        )
     if missing := allocation.sparse.keys() - parts.keys():
-        raise ValueError(f"corrected: no parts of {missing.pop()}; allowed: those of all layers that are patched")
+        raise ValueError(
+            f"corrected: no parts of {missing.pop()}; allowed: those of all layers that are patched"
+        )
     if strange_layers := parts.keys() - allocation.sparse.keys():
-        raise ValueError(f"corrected: parts of {min(strange_layers)}; allowed: those of layers that are patched alone")
+        raise ValueError(
+            f"corrected: parts of {min(strange_layers)}; allowed: those of layers that are patched alone"
+        )
     for name, part in parts.items():
         if not part.isfinite().all():
-            raise ValueError(f"corrected: the parts of {name} are not all finite; allowed: finite numbers")
+            raise ValueError(
+                f"corrected: the parts of {name} are not all finite; allowed: finite numbers"
+            )
     thought: ByHead = {}
     for name, chosen in allocation.sparse.items():
-        lost = [0.0 if rule.is_exact else losses[name][h, column[rule]].item() for h, rule in enumerate(chosen)]
+        lost = [
+            0.0 if rule.is_exact else losses[name][h, column[rule]].item()
+            for h, rule in enumerate(chosen)
+        ]
         thought[name] = torch.tensor(lost, dtype=torch.float64)
     found = {name: parts[name] for name in thought}
-    whole, expected = (sum(x.sum().item() for x in by_head.values()) for by_head in (found, thought))
+    whole, expected = (
+        sum(x.sum().item() for x in by_head.values()) for by_head in (found, thought)
+    )
     if whole <= 0 or expected <= 0:
         return dict(losses)
     usual = whole / expected

@@ -31,12 +31,19 @@ class Verified:
 
     def losses(self, before: Verified) -> dict[str, float]:
         """The relative rise of perplexity since then, by text, and of the answers' by task: 0.02 is 2 % more."""
-        texts = {name: Score(nats, 0.0).loss(Score(before.texts[name], 0.0)) for name, nats in self.texts.items()}
-        return texts | {task: score.loss(before.retrieval[task]) for task, score in self.retrieval.items()}
+        texts = {
+            name: Score(nats, 0.0).loss(Score(before.texts[name], 0.0))
+            for name, nats in self.texts.items()
+        }
+        return texts | {
+            task: score.loss(before.retrieval[task]) for task, score in self.retrieval.items()
+        }
 
 
 @torch.no_grad()
-def verify(model: PreTrainedModel, texts: Mapping[str, Tensor], examples: Sequence[Example] = ()) -> Verified:
+def verify(
+    model: PreTrainedModel, texts: Mapping[str, Tensor], examples: Sequence[Example] = ()
+) -> Verified:
     """Read texts and examples of retrieval.
 
     Args:
@@ -58,5 +65,7 @@ def verify(model: PreTrainedModel, texts: Mapping[str, Tensor], examples: Sequen
             hidden = final_hidden(model, ids)
             seconds += time.perf_counter() - start
             losses[name] = loss_of(head, hidden, ids, gradient=False)[0]
-        scores = [score_hidden(final_hidden(model, example.ids), head, example) for example in examples]
+        scores = [
+            score_hidden(final_hidden(model, example.ids), head, example) for example in examples
+        ]
     return Verified(losses, by_task(examples, scores), seconds)

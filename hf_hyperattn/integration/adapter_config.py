@@ -44,7 +44,10 @@ TYPE = "HF_HYPERATTN_"
 
 def holds_hyper(config: Any) -> bool:
     """Whether an adapter's config asks for the added parameters to be trained and saved with it."""
-    return any(name.rpartition(".")[2] == "hyper" for name in getattr(config, "modules_to_save", None) or ())
+    return any(
+        name.rpartition(".")[2] == "hyper"
+        for name in getattr(config, "modules_to_save", None) or ()
+    )
 
 
 def hyper_wrappers(model: nn.Module) -> Iterator[tuple[str, ModulesToSaveWrapper]]:
@@ -56,7 +59,10 @@ def hyper_wrappers(model: nn.Module) -> Iterator[tuple[str, ModulesToSaveWrapper
 
 def adapter_configs(model: nn.Module, base: PreTrainedModel) -> dict[str, Any]:
     """Adapter name -> config, of a PEFT model around the base, and of the base's own adapters."""
-    return {**(getattr(base, "peft_config", None) or {}), **(getattr(model, "peft_config", None) or {})}
+    return {
+        **(getattr(base, "peft_config", None) or {}),
+        **(getattr(model, "peft_config", None) or {}),
+    }
 
 
 def give_adapters_hyper(model: nn.Module, base: PreTrainedModel) -> None:
@@ -106,7 +112,10 @@ def describe_base(model: PreTrainedModel) -> dict | None:
     conversion = conversion_of(model)
     names = {c._attn_implementation for c in tree(model.config)} & OURS
     facts: dict[str, Any] = {}
-    if patched or not names <= {PATCHED, RUNNING}:  # else it may share its config with a patched model
+    if patched or not names <= {
+        PATCHED,
+        RUNNING,
+    }:  # else it may share its config with a patched model
         record = getattr(model.config, "hyperattn", None)
         facts = {"attn_implementation": saved_name(model.config), "hyperattn": record}
     if conversion is not None and not CONVERSIONS[conversion].in_place:
@@ -121,7 +130,11 @@ def describe_adapters(model: PreTrainedModel) -> dict[str, HyperAttnConfig]:
         for name, hyper in adapter.lora_hyper.items():
             hypers.setdefault(name, {})[host] = hyper
     records = {name: record_of(of_adapter) for name, of_adapter in hypers.items()}
-    return {name: HyperAttnConfig.from_dict(record) for name, record in records.items() if record is not None}
+    return {
+        name: HyperAttnConfig.from_dict(record)
+        for name, record in records.items()
+        if record is not None
+    }
 
 
 def base_difference(
@@ -140,7 +153,11 @@ def base_difference(
     Raises:
         ValueError: `saved` is not of that form.
     """
-    texts = [saved.get(k) for k in ("attn_implementation", "model_type")] if isinstance(saved, dict) else []
+    texts = (
+        [saved.get(k) for k in ("attn_implementation", "model_type")]
+        if isinstance(saved, dict)
+        else []
+    )
     if not any(texts) or not all(t is None or isinstance(t, str | dict) for t in texts):
         raise ValueError(
             f"adapter_config.json has {SAVED_BASE}={str(saved)[:80]!r}; allowed: what save_pretrained writes there"
@@ -156,14 +173,18 @@ def base_difference(
     if not isinstance(record, dict) or record.get("hosts") is None:
         if here.get("attn_implementation") != implementation:
             advice = f"load {name} with that name"
-            return f"{what} ran attn_implementation={implementation!r} and {name} does not; {advice}"
+            return (
+                f"{what} ran attn_implementation={implementation!r} and {name} does not; {advice}"
+            )
         if here.get("hyperattn") == record:
             return None
         return f"{what} ran {implementation!r} with config.hyperattn={record}, and {name} has {here.get('hyperattn')}"
     config, prefix = HyperAttnConfig.from_dict(record), getattr(model, "base_model_prefix", "")
     config = cut_to_depth(config, model) or config
     if here and recorded_hosts(getattr(model, "config", None)) is not None:
-        if in_short(HyperAttnConfig.from_dict(here["hyperattn"]), prefix) == in_short(config, prefix):
+        if in_short(HyperAttnConfig.from_dict(here["hyperattn"]), prefix) == in_short(
+            config, prefix
+        ):
             return None
     mechanisms = " and ".join(m.mechanism for m in config.mechanisms)
     return (
@@ -176,7 +197,9 @@ def in_short(config: HyperAttnConfig, prefix: str) -> dict:
     """A record such that two of one patch are equal, whether or not the model had a head."""
     record = config.to_dict()
     hosts = [host.removeprefix(prefix + ".") for host in config.hosts or ()]
-    overrides = {host.removeprefix(prefix + "."): o for host, o in record.get("overrides", {}).items()}
+    overrides = {
+        host.removeprefix(prefix + "."): o for host, o in record.get("overrides", {}).items()
+    }
     return record | {"hosts": sorted(hosts), "overrides": overrides}
 
 
@@ -191,7 +214,9 @@ def _read(original, cls, path_json_file, **kwargs):
     if str(data.get("peft_type")).startswith(TYPE):
         data["peft_type"] = data["peft_type"].removeprefix(TYPE)
     elif "hyper" in (data.get("modules_to_save") or ()) and (folder / CONFIG_NAME).is_file():
-        record = HyperAttnConfig.from_pretrained(folder).to_dict()  # an adapter of an earlier version
+        record = HyperAttnConfig.from_pretrained(
+            folder
+        ).to_dict()  # an adapter of an earlier version
         data.setdefault(SAVED_BASE, {"attn_implementation": PATCHED, "hyperattn": record})
     return data
 

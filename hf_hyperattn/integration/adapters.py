@@ -67,7 +67,9 @@ def check_place(model: nn.Module, config) -> None:
     if difference and holds_hyper(config):
         raise ValueError(f"this adapter holds parameters of another patch: {difference}")
     if difference:
-        logger.warning(f"this adapter may compute something else than it did in training: {difference}")
+        logger.warning(
+            f"this adapter may compute something else than it did in training: {difference}"
+        )
     elif patched and not holds_hyper(config) and not getattr(config, "inference_mode", False):
         logger.warning(
             f"{name} is patched, and this adapter leaves out what the patch added: it stays frozen (gates at 0 change "
@@ -130,8 +132,12 @@ def warn_of_other_patch(model: PeftModel, name: str, where: str, options: dict[s
     config, base = model.peft_config[name], model.get_base_model()
     if not isinstance(config, HyperLoraConfig):
         return
-    read: Any = HyperLoraConfig.from_pretrained(where, **{k: options[k] for k in WHERE if options.get(k)})
-    cut = [cut_to_depth(each.hyperattn, base, warn=False) or each.hyperattn for each in (config, read)]
+    read: Any = HyperLoraConfig.from_pretrained(
+        where, **{k: options[k] for k in WHERE if options.get(k)}
+    )
+    cut = [
+        cut_to_depth(each.hyperattn, base, warn=False) or each.hyperattn for each in (config, read)
+    ]
     there, saved = (in_short(each, getattr(base, "base_model_prefix", "")) for each in cut)
     differ = [key for key in there if there[key] != saved[key]]
     if differ:
@@ -188,7 +194,12 @@ def adapter_weights(arguments: dict[str, Any]) -> dict:
     config: Any = arguments.get("load_config")
     if weights is None:
         hub = getattr(config, "download_kwargs", None) or {}
-        hub = {**hub, **(arguments.get("adapter_kwargs") or {}), **arguments, **arguments.get("kwargs", {})}
+        hub = {
+            **hub,
+            **(arguments.get("adapter_kwargs") or {}),
+            **arguments,
+            **arguments.get("kwargs", {}),
+        }
         where = arguments.get("peft_model_id") or config.pretrained_model_name_or_path
         weights = load_peft_weights(where, "cpu", **{k: hub[k] for k in WHERE if hub.get(k)})
     return {key.removeprefix("base_model.model."): value for key, value in weights.items()}
@@ -201,7 +212,9 @@ def adapter_weights(arguments: dict[str, Any]) -> dict:
 def _set(original, self, adapter_names, *args, **kwargs):
     if isinstance(self.original_module, Hyper):
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
-        adapter_names = [name for name in names if name in self.modules_to_save]  # other adapters have none
+        adapter_names = [
+            name for name in names if name in self.modules_to_save
+        ]  # other adapters have none
         refuse_two(adapter_names, "set_adapter")
     return original(self, adapter_names, *args, **kwargs)
 
@@ -256,7 +269,9 @@ def _check_rows(original, self, *args, **kwargs):
 @wrap("merge_and_unload", BaseTuner)
 def _merge_and_unload(original, self, progressbar=False, safe_merge=False, adapter_names=None):
     with plain_hyper(self, adapter_names or self.active_adapters, safe_merge):
-        return original(self, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
+        return original(
+            self, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
+        )
 
 
 @wrap("unload", BaseTuner)
@@ -329,7 +344,9 @@ def _add_weighted(original, self, adapters, *args, **kwargs):
 
 @wrap("rescale_adapter_scale", peft.helpers)
 def _rescale(original, model, multiplier):
-    paths = [f"{host}.hyper" for host, _, _ in hyper_adapters(model)] + [path for path, _ in hyper_wrappers(model)]
+    paths = [f"{host}.hyper" for host, _, _ in hyper_adapters(model)] + [
+        path for path, _ in hyper_wrappers(model)
+    ]
     if paths:
         raise ValueError(
             f"rescale_adapter_scale does not reach the added parameters ({paths[0]}); allowed: adapters without some, "
@@ -341,7 +358,9 @@ def _rescale(original, model, multiplier):
 @wrap("subtract_mutated_init", LoraModel)
 def _convert_to_lora(original, self, output_state_dict, *args, **kwargs):
     """PEFT gives back LoRA's matrices alone."""
-    added = {name: tensor for name, tensor in output_state_dict.items() if "hyper" in name.split(".")}
+    added = {
+        name: tensor for name, tensor in output_state_dict.items() if "hyper" in name.split(".")
+    }
     return original(self, output_state_dict, *args, **kwargs) | added
 
 
@@ -358,7 +377,9 @@ def _hotswap(original, model, state_dict, adapter_name, *args, **kwargs):
             "load the new one under a name of its own and use set_adapter"
         )
     kept = {key: new.get(key, tensor.clone()) for key, tensor in there.items()}
-    original(model, {k: t for k, t in state_dict.items() if k not in new}, adapter_name, *args, **kwargs)
+    original(
+        model, {k: t for k, t in state_dict.items() if k not in new}, adapter_name, *args, **kwargs
+    )
     for key, tensor in there.items():  # PEFT has set those to 0 that it takes for LoRA's
         tensor.copy_(kept[key])
     for _, _, adapter in hyper_adapters(model):

@@ -49,10 +49,14 @@ def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
     for (name, module), (stack, index) in zip(modules, stacks, strict=True):
         host = host_facts(name, module, index, known)
         # Layers without an index, such as Kosmos-2's projection of images, read no cache.
-        has_cache = host.config is generating is not None and getattr(module, "layer_idx", None) is not None
+        has_cache = (
+            host.config is generating is not None and getattr(module, "layer_idx", None) is not None
+        )
         # A language model inside a larger one whose masks show the prefix whole (PaliGemma). A causal model that was
         # made bidirectional (`config.is_causal = False`) is an encoder, also under a head that could generate.
-        is_prefix = generating is not base.config and getattr(host.config, "use_bidirectional_attention", False)
+        is_prefix = generating is not base.config and getattr(
+            host.config, "use_bidirectional_attention", False
+        )
         grows = bool(has_cache and is_prefix and not host.is_causal and not host.is_cross)
         hosts.append((stack, module, replace(host, grows=True) if grows else host))
     return hosts
@@ -106,7 +110,9 @@ def warn_of_missing_function(name: Any, model: str) -> None:
     Flash attention and other kernels of Transformers compute the same as "sdpa", which then takes their place.
     """
     plain = str(name).removeprefix("paged|")
-    same = name is None or plain in ("eager", "sdpa", HYPER_DOT) or "flash" in plain or "flex" in plain
+    same = (
+        name is None or plain in ("eager", "sdpa", HYPER_DOT) or "flash" in plain or "flex" in plain
+    )
     if not same and plain not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         logger.warning(
             f"hf_hyperattn: the checkpoint of {model} was patched on top of the attention function {plain[:80]!r}, "
@@ -127,7 +133,11 @@ def match_names(names: list[str], recorded: Sequence[str], base: PreTrainedModel
     if missing:
         # Llama's question answering calls its base `transformer`; Transformers does not load the weights either
         renamed = any(name.partition(".")[2] == missing[0].partition(".")[2] for name in names)
-        advice = "; save the bare model, model.base_model.save_pretrained(...), and load that" if renamed else ""
+        advice = (
+            "; save the bare model, model.base_model.save_pretrained(...), and load that"
+            if renamed
+            else ""
+        )
         raise ValueError(
             f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
             f"allowed: {', '.join(names[:3]) or 'none'}, ...{advice}"
@@ -135,7 +145,9 @@ def match_names(names: list[str], recorded: Sequence[str], base: PreTrainedModel
     return {name: known[name] for name in recorded if name in known}
 
 
-def cut_to_depth(config: HyperAttnConfig, base: nn.Module, warn: bool = True) -> HyperAttnConfig | None:
+def cut_to_depth(
+    config: HyperAttnConfig, base: nn.Module, warn: bool = True
+) -> HyperAttnConfig | None:
     """A saved config without the hosts of layers behind the model's last one; None if no host is left.
 
     Args:
@@ -152,7 +164,9 @@ def cut_to_depth(config: HyperAttnConfig, base: nn.Module, warn: bool = True) ->
         )
     left_out = set(beyond)
     hosts = tuple(name for name in config.hosts or () if name not in left_out)
-    overrides = {name: configs for name, configs in (config.overrides or {}).items() if name not in left_out}
+    overrides = {
+        name: configs for name, configs in (config.overrides or {}).items() if name not in left_out
+    }
     return replace(config, hosts=hosts, overrides=overrides or None) if hosts else None
 
 
@@ -177,7 +191,9 @@ def is_beyond(name: str, modules: dict[str, nn.Module], prefix: str) -> bool:
     return False
 
 
-def _known_names(names: list[str], recorded: Iterable[str], base: PreTrainedModel) -> dict[str, str]:
+def _known_names(
+    names: list[str], recorded: Iterable[str], base: PreTrainedModel
+) -> dict[str, str]:
     """The model's names by the form in which `recorded` has most of them: as they are, with the prefix, or without."""
     prefix = base.base_model_prefix + "."
     forms = (
@@ -195,7 +211,9 @@ def _has_stack(base: PreTrainedModel, name: str) -> bool:
     return not forms.isdisjoint(name for name, _ in base.named_modules())
 
 
-def resolve_overrides(config: HyperAttnConfig, selected: list[Selected], base: PreTrainedModel) -> HyperAttnConfig:
+def resolve_overrides(
+    config: HyperAttnConfig, selected: list[Selected], base: PreTrainedModel
+) -> HyperAttnConfig:
     """The config with the names in `overrides` as this model has them, and all that belongs to its hosts alone.
 
     Raises:
@@ -211,7 +229,9 @@ def resolve_overrides(config: HyperAttnConfig, selected: list[Selected], base: P
             f"overrides names the host {strange[:80]!r}, which is not patched in this {type(base).__name__}; "
             f"allowed: {', '.join(names[:3])}, ..."
         )
-    overrides = {known[name]: configs for name, configs in config.overrides.items() if name in known}
+    overrides = {
+        known[name]: configs for name, configs in config.overrides.items() if name in known
+    }
     return replace(config, hosts=tuple(names), overrides=overrides)
 
 
@@ -234,7 +254,10 @@ def is_cut(model: PreTrainedModel, host: str) -> bool:
     plans = [given] if isinstance(given, dict) else []
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            plans += [getattr(part, "_tp_plan", None) or {}, getattr(part.config, "base_model_tp_plan", None) or {}]
+            plans += [
+                getattr(part, "_tp_plan", None) or {},
+                getattr(part.config, "base_model_tp_plan", None) or {},
+            ]
     place = re.sub(r"\b\d+\b", "*", host).split(".")
     cut = (name.split(".") for plan in plans for name, style in plan.items() if style == "colwise")
     return any(place[-count:] == name[:count] for name in cut for count in range(1, len(name)))
@@ -312,7 +335,11 @@ def build(
 
 
 def new_hyper(
-    config: HyperAttnConfig, host: Host, base: PreTrainedModel, module: nn.Module, may_be_empty: bool = False
+    config: HyperAttnConfig,
+    host: Host,
+    base: PreTrainedModel,
+    module: nn.Module,
+    may_be_empty: bool = False,
 ) -> Hyper:
     """A new `Hyper` where its host is, or where offload runs it, in the dtype of the model.
 
@@ -332,7 +359,10 @@ def new_hyper(
 
 def device_of(module: nn.Module, base: nn.Module) -> torch.device:
     """Where a module runs: where its weights are, or where offload brings them; for one without, where the model is."""
-    weights = [p for p in module.parameters() if p.is_floating_point()] or [*module.parameters(), *base.parameters()]
+    weights = [p for p in module.parameters() if p.is_floating_point()] or [
+        *module.parameters(),
+        *base.parameters(),
+    ]
     device = weights[0].device if weights else torch.device("cpu")
     if device.type == "meta":
         for part in module.modules():

@@ -35,7 +35,13 @@ from ..attached import attach
 from ..engines import Options, PairScore, ScoreTerm, attention, repeat_heads
 from ..engines.score import DOT, dot_logits
 from ..mechanisms.base import HostCall, Plan
-from ..mechanisms.selection.places import START, FirstKey, KnownOfMask, before_indexer, within_indices
+from ..mechanisms.selection.places import (
+    START,
+    FirstKey,
+    KnownOfMask,
+    before_indexer,
+    within_indices,
+)
 from ..readable import can_read
 from ..registry import get_mechanism
 from .cache_of_call import CACHE, cache_of_call
@@ -91,7 +97,9 @@ def attention_function(named: Any = None) -> Callable:
         if not compiling and ForgottenTokens in (type(key), type(value)):
             key, value = open_forgotten(layers, key, value)
         call = read_call(module, query, key, value, attention_mask, keywords)
-        stock_output = partial(compute_stock_output, module, query, key, value, attention_mask, keywords)
+        stock_output = partial(
+            compute_stock_output, module, query, key, value, attention_mask, keywords
+        )
         output = layers(call, weights, stock_output)
         if output is None:  # no layer changes this call
             return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
@@ -133,7 +141,9 @@ def wants_weights(module: nn.Module, keywords: dict) -> bool:
     return any(key.endswith("attentions") for key in collected or ())
 
 
-def read_call(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keywords: dict) -> HostCall:
+def read_call(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keywords: dict
+) -> HostCall:
     """Return the call of a host's attention.
 
     Args:
@@ -150,7 +160,9 @@ def read_call(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     check_call(module, mask, keywords)
     visible = read_visible_keys(module, query, key, mask, keywords)
     scale, factor = read_scale(module, query, keywords)
-    if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
+    if (
+        key.shape[1] != value.shape[1]
+    ):  # Nemotron 3's encoders share keys among more heads than values
         kv_heads = max(key.shape[1], value.shape[1])
         key, value = repeat_heads(key, kv_heads), repeat_heads(value, kv_heads)
     config, get = getattr(module, "config", None), keywords.get
@@ -175,10 +187,17 @@ def read_call(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
         scale=scale * factor,
         is_causal=visible.is_causal,
         options=options,
-        keywords={**keywords, "hierarchy": hierarchy_of_call(module, keywords) if has_context else get("hierarchy")},
+        keywords={
+            **keywords,
+            "hierarchy": hierarchy_of_call(module, keywords) if has_context else get("hierarchy"),
+        },
         first=visible.first,
-        hidden=hidden_states_of_call(module, query.shape[2]) if compiling or HIDDEN in attributes else None,
-        heads=heads_of_rank(module, query.shape[1]) if dist.is_available() and dist.is_initialized() else None,
+        hidden=hidden_states_of_call(module, query.shape[2])
+        if compiling or HIDDEN in attributes
+        else None,
+        heads=heads_of_rank(module, query.shape[1])
+        if dist.is_available() and dist.is_initialized()
+        else None,
         backend=getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto"),
         chunk=chunk_size_of(module) if hasattr(config, "attention_chunk_size") else None,
         cache=cache_of_call(module) if CACHE in attributes and not compiling else None,
@@ -212,7 +231,9 @@ class VisibleKeys(NamedTuple):
     first: FirstKey
 
 
-def read_visible_keys(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, keywords: dict) -> VisibleKeys:
+def read_visible_keys(
+    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, keywords: dict
+) -> VisibleKeys:
     """Return which keys the queries of a call see: by its mask, or by position where it has none."""
     queries, keys, window = query.shape[2], key.shape[2], keywords.get("sliding_window")
     first = START
@@ -252,7 +273,9 @@ def position_hides(module: nn.Module) -> bool:
     In families with eager attention alone nothing does; hosts that `model_patches` routes (they know their stock
     class) keep to the call contract all the same.
     """
-    return type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(type(module), "stock_class")
+    return type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(
+        type(module), "stock_class"
+    )
 
 
 def is_causal_host(module: nn.Module) -> bool:
@@ -289,7 +312,9 @@ class Layers(nn.Module):
             refuse_partitioned(self)
         query, key = call.query, call.key
         terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
-        plan = host_plan = Plan(call, PairScore(query, key, terms, call.scale), call.value, call.options)
+        plan = host_plan = Plan(
+            call, PairScore(query, key, terms, call.scale), call.value, call.options
+        )
         for layer in layers:
             plan = layer(plan)
         if plan is host_plan and self.heads is not None:
@@ -303,8 +328,15 @@ class Layers(nn.Module):
             out, attention_weights = plan.run(weights=weights)
         if rank is not None and everything:
             out = rank.rows(out, 1)
-            attention_weights = None if attention_weights is None else rank.rows(attention_weights, 1)
-        if torch.is_grad_enabled() and self.heads is not None and stock is not None and self.starts(call):
+            attention_weights = (
+                None if attention_weights is None else rank.rows(attention_weights, 1)
+            )
+        if (
+            torch.is_grad_enabled()
+            and self.heads is not None
+            and stock is not None
+            and self.starts(call)
+        ):
             with torch.no_grad():
                 exact = stock().to(out.dtype)
             out = exact + (out - out.detach())
@@ -326,12 +358,16 @@ class Layers(nn.Module):
 
     _modules: dict[str, Any]  # the layers by their mechanisms' names
     starts: Any  # see `Hyper`
-    heads: int | None = None  # that the host was patched for; None where a mechanism is used by name
+    heads: int | None = (
+        None  # that the host was patched for; None where a mechanism is used by name
+    )
 
 
 def warn_of_hierarchy(names: tuple[str, ...]) -> None:
     """Warn where none of these mechanisms can use the hierarchy of a call."""
-    if not torch.compiler.is_compiling() and not any(get_mechanism(name).takes_hierarchy for name in names):
+    if not torch.compiler.is_compiling() and not any(
+        get_mechanism(name).takes_hierarchy for name in names
+    ):
         logger.warning_once(
             f"hierarchy= reached attention that runs {' and '.join(names)}, which ignores it; leave it out, or patch "
             "the model with a mechanism over hierarchies too, such as HsaConfig()"
@@ -359,14 +395,20 @@ def stock_forward(module, query, key, value, attention_mask, weights: bool = Fal
     return function_beneath(module, name)(module, query, key, value, attention_mask, **keywords)
 
 
-def additive_mask(module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None) -> Tensor | None:
+def additive_mask(
+    module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> Tensor | None:
     """The mask as eager attention wants it: 0 where visible, the dtype's minimum elsewhere, causality included."""
     causal = is_causal_host(module) if is_causal is None else is_causal
     if mask is None and query.shape[2] > 1 and causal and position_hides(module):
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+        mask = torch.ones(
+            query.shape[2], key.shape[2], dtype=torch.bool, device=query.device
+        ).tril()[None, None]
     if mask is None or mask.dtype != torch.bool:
         return mask
-    dtype = torch.float32 if query.dtype == torch.float64 else query.dtype  # in which families take the softmax
+    dtype = (
+        torch.float32 if query.dtype == torch.float64 else query.dtype
+    )  # in which families take the softmax
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 

@@ -36,8 +36,13 @@ class NamedMechanism:
     def of(self, module: nn.Module) -> Layers:
         """The layers for this module."""
         cross_attention = get_mechanism(self.default.mechanism).cross_attention
-        if not cross_attention:  # whether it reads another sequence: its name in the model is not known here
-            says_decoder = getattr(module, "is_decoder", False) is True and getattr(module, "is_causal", True) is False
+        if (
+            not cross_attention
+        ):  # whether it reads another sequence: its name in the model is not known here
+            says_decoder = (
+                getattr(module, "is_decoder", False) is True
+                and getattr(module, "is_causal", True) is False
+            )
             if says_decoder or is_cross_attention("", module):
                 return _layers(None)
         config = by_name_config(module, self.number).for_model(getattr(module, "config", None))
@@ -60,7 +65,9 @@ def by_name_config(module: nn.Module, default: int) -> MechanismConfig:
         raise ValueError(
             f"config.hyperattn is a {type(data).__name__}; allowed: a dict, as HyperAttnConfig([...]).to_dict() is"
         )
-    return BY_NAME[find_number(as_constants(data) if torch.compiler.is_compiling() else data, default)]
+    return BY_NAME[
+        find_number(as_constants(data) if torch.compiler.is_compiling() else data, default)
+    ]
 
 
 def as_constants(data):
@@ -103,7 +110,9 @@ def find_number(data: dict, default: int) -> int:
             f"config.hyperattn holds parameters of {' and '.join(others)}, which {mechanism} used by name does not "
             "run; to run several mechanisms call patch_model with this config"
         )
-    return number_of(next((m for m in record.mechanisms if m.mechanism == mechanism), BY_NAME[default]))
+    return number_of(
+        next((m for m in record.mechanisms if m.mechanism == mechanism), BY_NAME[default])
+    )
 
 
 @lru_cache(maxsize=64)
@@ -111,7 +120,9 @@ def _layers(config: MechanismConfig | None) -> Layers:
     """The mechanism's layer in replace mode, without parameters; none for None."""
     layers = Layers()
     if config is not None:
-        layers.add_module(config.mechanism, get_mechanism(config.mechanism).layer(config, None, "replace"))
+        layers.add_module(
+            config.mechanism, get_mechanism(config.mechanism).layer(config, None, "replace")
+        )
     return layers
 
 
@@ -126,9 +137,13 @@ def kernel(names: Iterable[str]) -> Callable:
 
     def forward(module, query, key, value, attention_mask=None, **keywords):
         repo, _, name = module.config._attn_implementation.partition(":")
-        function = functions.get(name) if name or len(functions) > 1 else next(iter(functions.values()))
+        function = (
+            functions.get(name) if name or len(functions) > 1 else next(iter(functions.values()))
+        )
         if function is None:
-            raise ValueError(f"{repo} has no attention {name!r}; allowed: {repo}:{{{', '.join(functions)}}}")
+            raise ValueError(
+                f"{repo} has no attention {name!r}; allowed: {repo}:{{{', '.join(functions)}}}"
+            )
         return function(module, query, key, value, attention_mask, **keywords)
 
     return forward

@@ -70,7 +70,9 @@ def note_cache(host: nn.Module, args: tuple, keywords: dict) -> None:
     """Note the cache before a call. Families name the argument differently, and some pass it by position."""
     if not torch.compiler.is_compiling():
         # Any class will do that knows how long it is: some caches are no subclass of Transformers' own.
-        caches = (given for given in (*keywords.values(), *args) if hasattr(given, "get_seq_length"))
+        caches = (
+            given for given in (*keywords.values(), *args) if hasattr(given, "get_seq_length")
+        )
         host.__dict__[CACHE].running.append(next(caches, None))
 
 

@@ -91,7 +91,9 @@ def exporting_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-def update_paged(module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, keywords: dict):
+def update_paged(
+    module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, keywords: dict
+):
     """Keys and values of all requests of a step of continuous batching, whose mask says which belong together.
 
     Args:
@@ -107,7 +109,10 @@ def update_paged(module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | N
             f"{type(module).__name__} was called with a paged cache and no mask, which would let requests see each "
             "other; call model.generate_batch, or generate()"
         )
-    cache, states = keywords.pop("cache"), dict(key_states=key, value_states=value, layer_idx=module.layer_idx)
+    cache, states = (
+        keywords.pop("cache"),
+        dict(key_states=key, value_states=value, layer_idx=module.layer_idx),
+    )
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(**states, kwargs=keywords)
     # Transformers 5.17: tokens come first, and layers of several kinds get all their masks
@@ -148,13 +153,20 @@ def note_all(model: nn.Module) -> None:
             note_masks(part)
 
 
-def first_key(module: nn.Module, mask: Tensor | None, window: int | None, queries: int, keys: int) -> FirstKey:
+def first_key(
+    module: nn.Module, mask: Tensor | None, window: int | None, queries: int, keys: int
+) -> FirstKey:
     """Where the keys of a call begin, by its mask; unknown where a mask of another make comes with a sliding window."""
     known, compiling = attached_to(mask, KnownOfMask), torch.compiler.is_compiling()
     if known is not None and known.is_ours:
         return known.first
     window = window or getattr(module, "sliding_window", None)
-    unclear = isinstance(window, int) and queries < keys and keys >= window and (mask is not None or compiling)
+    unclear = (
+        isinstance(window, int)
+        and queries < keys
+        and keys >= window
+        and (mask is not None or compiling)
+    )
     return FirstKey(None if unclear else 0)
 
 

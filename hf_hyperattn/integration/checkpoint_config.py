@@ -36,8 +36,12 @@ MODELS: Any = WeakSet()
 
 def running_on(config: Any) -> list[PreTrainedModel]:
     """The models with this very config, the outermost first."""
-    models = [reference() for reference in tuple(MODELS.data)]  # at once: other threads may build models
-    on_it = [model for model in models if model is not None and getattr(model, "config", None) is config]
+    models = [
+        reference() for reference in tuple(MODELS.data)
+    ]  # at once: other threads may build models
+    on_it = [
+        model for model in models if model is not None and getattr(model, "config", None) is config
+    ]
     return sorted(on_it, key=lambda model: -len(list(model.modules())))
 
 
@@ -78,7 +82,9 @@ def write_records(model: PreTrainedModel) -> None:
         return erase_records(all_configs(model))
     configs = {id(host.config): host.config for host in hosts.values()}
     if not configs.keys() <= set(map(id, tree(model.config))):
-        configs[id(model.config)] = model.config  # T5's encoder and decoder run on copies, made anew at every load
+        configs[id(model.config)] = (
+            model.config
+        )  # T5's encoder and decoder run on copies, made anew at every load
     for config in configs.values():
         _mark(config)
     recorded: set[int] = set()
@@ -96,7 +102,9 @@ def _write(part: PreTrainedModel) -> set[int]:
     """The record of one part; returns the ids of the hosts that it speaks of."""
     hosts = dict(patched_hosts(part))
     hypers = map(attrgetter("hyper"), hosts.values())
-    record = record_of({name: getattr(hyper, "original_module", hyper) for name, hyper in zip(hosts, hypers)})
+    record = record_of(
+        {name: getattr(hyper, "original_module", hyper) for name, hyper in zip(hosts, hypers)}
+    )
     if record is None:
         if recorded_hosts(part.config) is not None:
             delattr(part.config, "hyperattn")
@@ -155,7 +163,9 @@ def _mark(config: PreTrainedConfig) -> None:
 def saved_name(config: PreTrainedConfig) -> str | dict | None:
     """What `attn_implementation` must say in config.json for the next load to run the names of ours that run now."""
     name: str | None = config._attn_implementation
-    name = PATCHED if STOCK in config.__dict__ or name == RUNNING else name if name in OURS else None
+    name = (
+        PATCHED if STOCK in config.__dict__ or name == RUNNING else name if name in OURS else None
+    )
     if not getattr(config, "sub_configs", None):
         return name
     below = {key: saved_name(part) for key, part in sub_configs(config)}

@@ -78,7 +78,9 @@ def regular_file(directory: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:  # missing; links in a circle
         raise ValueError(f"cannot read {directory / name}: {error}; allowed: a file") from error
     if not any(real.is_relative_to(place) for place in places):
-        raise ValueError(f"{directory / name} is a link out of the checkpoint; allowed: the file itself in its place")
+        raise ValueError(
+            f"{directory / name} is a link out of the checkpoint; allowed: the file itself in its place"
+        )
     if not real.is_file():
         raise ValueError(f"{directory / name} is no regular file; allowed: a file")
     return real
@@ -99,7 +101,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         ("hyperattn", dict, "an object"),
     ):
         value = data.get(key)
-        good = isinstance(value, kind) and (kind is not list or all(isinstance(v, str) for v in value))
+        good = isinstance(value, kind) and (
+            kind is not list or all(isinstance(v, str) for v in value)
+        )
         if value is not None and not good:
             raise ValueError(f"{path}: {key} is {short(value)}; allowed: {allowed}")
     for key, value in _items(data):
@@ -141,21 +145,29 @@ def check_weights(directory: Path, files: dict[str, Path]) -> None:
     """ValueError where there are no weights, a file of them is damaged, or one that an index names is missing."""
     weights = [name for name in files if name.endswith(".safetensors")]
     if not weights:
-        raise ValueError(f"{directory} holds no weights; allowed: model.safetensors, as save_pretrained writes it")
+        raise ValueError(
+            f"{directory} holds no weights; allowed: model.safetensors, as save_pretrained writes it"
+        )
     for name in weights:
         try:
             with safe_open(files[name], "pt"):
                 pass  # reads the header, and compares the size of the file
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{directory / name} is damaged: {error}; allowed: a whole safetensors file") from error
+            raise ValueError(
+                f"{directory / name} is damaged: {error}; allowed: a whole safetensors file"
+            ) from error
     for name in (name for name in files if name.endswith(".index.json")):
         shards = read_json(files[name]).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        if not isinstance(shards, dict) or not all(
+            isinstance(shard, str) for shard in shards.values()
+        ):
             raise ValueError(
                 f"{directory / name} has weight_map={short(shards)}; allowed: an object of tensors and their files"
             )
         if missing := [shard for shard in shards.values() if shard not in weights]:
-            raise ValueError(f"{directory / name} names {short(missing[0])}, which is not there; save it again")
+            raise ValueError(
+                f"{directory / name} names {short(missing[0])}, which is not there; save it again"
+            )
 
 
 def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
@@ -199,7 +211,9 @@ def find_folder(source: str | os.PathLike, label: str) -> Path | None:
         ValueError: it can be neither.
     """
     folder, allowed = Path(source).expanduser(), "allowed: the folder of a saved model or a Hub id"
-    only_on_disk = str(source).startswith((".", "/", "~")) or str(source).count("/") > 1  # an id on the Hub is not
+    only_on_disk = (
+        str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
+    )  # an id on the Hub is not
     if not folder.is_dir() and (only_on_disk or Path(source).exists()):
         raise ValueError(f"{label}: {'a file' if folder.exists() else 'no such folder'}; {allowed}")
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -223,6 +237,8 @@ def class_of(config: Any) -> Any:
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
         return cls
     if type(config) not in AutoModel._model_mapping:
-        raise ValueError(f"model type {config.model_type!r} has no model class in this Transformers")
+        raise ValueError(
+            f"model type {config.model_type!r} has no model class in this Transformers"
+        )
     cls = AutoModel._model_mapping[type(config)]
     return cls[0] if isinstance(cls, list | tuple) else cls

@@ -41,7 +41,11 @@ def swap_class(module: nn.Module, cls: Any) -> None:
         if getattr(method, "__func__", None) is not previous.forward:
             continue
         new: Any = MethodType(cls.forward, module)
-        new = functools.update_wrapper(functools.partial(value.func, *value.args), new) if hooked else new
+        new = (
+            functools.update_wrapper(functools.partial(value.func, *value.args), new)
+            if hooked
+            else new
+        )
         kept[name] = value
         module.__dict__[name] = before[name] if type(before.get(name)) is type(new) else new
     module.__class__ = cls
@@ -53,14 +57,23 @@ def unwrap_forward(forward: Any) -> Iterator[Any]:
     """Yield a forward and all that it wraps: as Accelerate, `functools.wraps` and the compiler do."""
     while forward is not None:
         yield forward
-        inside = (getattr(forward, name, None) for name in ("_torchdynamo_orig_callable", "__wrapped__", "__func__"))
-        forward = next((part for part in inside if part is not None), getattr(forward, "func", None))
+        inside = (
+            getattr(forward, name, None)
+            for name in ("_torchdynamo_orig_callable", "__wrapped__", "__func__")
+        )
+        forward = next(
+            (part for part in inside if part is not None), getattr(forward, "func", None)
+        )
 
 
 def wraps_forward(forward: Any, original: Callable) -> bool:
     """Whether a function says that it wraps a bound method of `original`, and keeps that in its closure."""
     says = any(getattr(part, "__func__", None) is original for part in unwrap_forward(forward))
-    return says and isinstance(forward, FunctionType) and rebind(forward, original, forward) is not forward
+    return (
+        says
+        and isinstance(forward, FunctionType)
+        and rebind(forward, original, forward) is not forward
+    )
 
 
 def rebind(value: Any, original: Callable, new: Any, depth: int = DEPTH) -> Any:
@@ -80,7 +93,9 @@ def rebind(value: Any, original: Callable, new: Any, depth: int = DEPTH) -> Any:
     closure = tuple(rebind_cell(cell, original, new, depth - 1) for cell in cells)
     if all(after is before for after, before in zip(closure, cells, strict=True)):
         return value
-    copy = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
+    copy = FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, closure
+    )
     functools.update_wrapper(copy, value)
     copy.__kwdefaults__ = value.__kwdefaults__
     for name, kept in vars(value).items():  # `__wrapped__`, and where the compiler keeps the same

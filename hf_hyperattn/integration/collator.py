@@ -58,9 +58,15 @@ class HierarchyCollator:
         ids = []
         for row, offsets in enumerate(encoding["offset_mapping"]):
             whole = text[row] if text_pair is None else (text[row], text_pair[row])
-            mask = encoding["attention_mask"][row] if "attention_mask" in encoding else [1] * len(offsets)
+            mask = (
+                encoding["attention_mask"][row]
+                if "attention_mask" in encoding
+                else [1] * len(offsets)
+            )
             numbers = None if text_pair is None else [encoding.sequence_ids(row)]
-            tree = Hierarchy.from_text([whole], [offsets], self.levels, torch.tensor([mask]), numbers)
+            tree = Hierarchy.from_text(
+                [whole], [offsets], self.levels, torch.tensor([mask]), numbers
+            )
             ids.append(tree.to_ids()[0])
         levels = max((row.shape[1] for row in ids), default=1)
         encoding[NAME] = [deepened_ids(row, levels).tolist() for row in ids]
@@ -85,7 +91,9 @@ class HierarchyCollator:
         if feature.get(NAME) is not None:
             ids = torch.as_tensor(feature[NAME]).long()
             return ids[:, None] if ids.dim() == 1 else ids
-        return self.outline(torch.as_tensor(feature["input_ids"]).tolist(), feature.get("attention_mask"))
+        return self.outline(
+            torch.as_tensor(feature["input_ids"]).tolist(), feature.get("attention_mask")
+        )
 
     def outline(self, ids: list[int], attention_mask=None) -> Tensor:
         """Group ids [length, levels] of tokens, from the text that they read as."""

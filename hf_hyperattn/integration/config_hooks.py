@@ -50,8 +50,12 @@ def _to_dict(original, self):
     values, name = original(self), saved_name(self)
     if name:
         values["attn_implementation"] = name
-        if "hyperattn" not in values and isinstance(config := named_configs().get(str(name)), ScoreConfig):
-            values["hyperattn"] = HyperAttnConfig([config], mode="replace").to_dict()  # what a reader must import
+        if "hyperattn" not in values and isinstance(
+            config := named_configs().get(str(name)), ScoreConfig
+        ):
+            values["hyperattn"] = HyperAttnConfig(
+                [config], mode="replace"
+            ).to_dict()  # what a reader must import
     elif PATCHED in str(values.get("attn_implementation")):
         del values["attn_implementation"]  # left by an exported checkpoint that was unpatched
     return values
@@ -70,7 +74,9 @@ def _from_dict(original, cls, config_dict, **kwargs):
 @wrap("_from_config", PreTrainedModel)
 def _from_config(original, cls, config, **kwargs):
     if kwargs.get("attn_implementation") is not None and running_on(config):
-        config = copy.deepcopy(config)  # Transformers would set the name on the other model's config too
+        config = copy.deepcopy(
+            config
+        )  # Transformers would set the name on the other model's config too
     token = LOADING.set(True)
     try:
         return original(cls, config, **kwargs)
@@ -136,18 +142,26 @@ def allow_output_attentions() -> None:
             original(self)
 
     new = CONFIG.validate_output_attentions
-    for cls in (PreTrainedConfig, *subclasses(PreTrainedConfig)):  # each keeps a list of its validators
+    for cls in (
+        PreTrainedConfig,
+        *subclasses(PreTrainedConfig),
+    ):  # each keeps a list of its validators
         validators = vars(cls).get("__class_validators__", [])
         validators[:] = [new if v is new.__wrapped__ else v for v in validators]
 
 
-@wrap("switch_to_cb_friendly_attn", import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager)
+@wrap(
+    "switch_to_cb_friendly_attn",
+    import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager,
+)
 def _switch(original, self, model, *args, **kwargs):
     if model.config._attn_implementation not in OURS:
         return original(self, model, *args, **kwargs)
     running = {config._attn_implementation for config in all_configs(model)}
     mechanisms = [config for name, config in named_configs().items() if name in running]
-    mechanisms += [config for _, host in patched_hosts(model) for config in inner(host.hyper).mechanisms()]
+    mechanisms += [
+        config for _, host in patched_hosts(model) for config in inner(host.hyper).mechanisms()
+    ]
     for config in mechanisms:
         if config.positional:
             raise ValueError(

@@ -71,7 +71,9 @@ def conversion_for(config: MechanismConfig) -> Conversion | None:
 
 def refuse_conversions(config: HyperAttnConfig) -> None:
     """Raise where a config for `patch_model` has a mechanism that only a conversion can bring."""
-    overrides = (mechanism for configs in (config.overrides or {}).values() for mechanism in configs)
+    overrides = (
+        mechanism for configs in (config.overrides or {}).values() for mechanism in configs
+    )
     for mechanism in (*config.mechanisms, *overrides):
         if conversion_for(mechanism) is not None:
             raise ValueError(
@@ -154,7 +156,9 @@ def convert(
     conversion, config = _conversion(config)
     base = _checked(model)
     warn_of_newer_versions()
-    refuse_ranks(base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism)
+    refuse_ranks(
+        base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism
+    )
     if not isinstance(keep_original, bool):
         refuse("keep_original", keep_original, "True or False")
     options = {}
@@ -169,10 +173,18 @@ def convert(
 
 def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
     """The examples as a list, where each can be the keywords of a call."""
-    calls = [] if isinstance(examples, Mapping | str) or not isinstance(examples, Iterable) else list(examples)
+    calls = (
+        []
+        if isinstance(examples, Mapping | str) or not isinstance(examples, Iterable)
+        else list(examples)
+    )
     if not calls or not all(isinstance(call, Mapping) for call in calls):
         example = "[tokenizer(texts, return_tensors='pt', padding=True)]"
-        refuse("examples", examples, f"a list of dicts, at least one, each the keywords of a call, such as {example}")
+        refuse(
+            "examples",
+            examples,
+            f"a list of dicts, at least one, each the keywords of a call, such as {example}",
+        )
     return calls
 
 
@@ -182,7 +194,9 @@ def _conversion(
     """The conversion that a config asks for, and the config in the form that it takes."""
     mechanisms = config.mechanisms if isinstance(config, HyperAttnConfig) else (config,)
     names = ", ".join(sorted(CONVERSIONS)) or "none registered"
-    if not mechanisms or not all(isinstance(mechanism, MechanismConfig) for mechanism in mechanisms):
+    if not mechanisms or not all(
+        isinstance(mechanism, MechanismConfig) for mechanism in mechanisms
+    ):
         raise ValueError(
             f"convert got {short(config)}; allowed: the config of a conversion, of {names}, such as "
             "CollaborativeConfig(rank=96)"
@@ -227,7 +241,10 @@ def _checked(model: nn.Module) -> PreTrainedModel:
 
 def refuse_by_name(model: PreTrainedModel, what: str) -> None:
     """Raise before `what` where the config holds parameters of mechanisms that are used by name."""
-    if getattr(model.config, "hyperattn", None) is not None and recorded_hosts(model.config) is None:
+    if (
+        getattr(model.config, "hyperattn", None) is not None
+        and recorded_hosts(model.config) is None
+    ):
         raise ValueError(
             f"config.hyperattn of {type(model).__name__} holds parameters of mechanisms used by name; take it out "
             f"before {what}: del model.config.hyperattn"

@@ -20,7 +20,9 @@ PACKAGE = __name__.split(".")[0]
 PREFIX = "hyperattn"
 OPERATOR = re.compile(rf'"{PACKAGE}::(\w+)"')
 #: The operator's name with a namespace made of the module's own name, which differs from repository to repository.
-OWN_OPERATOR = f'"{PACKAGE}_" + __import__("hashlib").sha256(__name__.encode()).hexdigest()[:12] + "::\\1"'
+OWN_OPERATOR = (
+    f'"{PACKAGE}_" + __import__("hashlib").sha256(__name__.encode()).hexdigest()[:12] + "::\\1"'
+)
 
 
 def flat_name(module: str) -> str:
@@ -62,7 +64,9 @@ def flattened(source: str, module: str, is_package: bool) -> tuple[str, list[str
         above = module.split(".") if is_package else module.split(".")[:-1]
         package = ".".join([*above[: len(above) - node.level + 1], *filter(None, [node.module])])
         written = list(_imports(package, node.names, imported))
-        lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + line for line in written]
+        lines[node.lineno - 1 : node.end_lineno] = [
+            " " * node.col_offset + line for line in written
+        ]
     return OPERATOR.sub(OWN_OPERATOR, "\n".join(lines) + "\n"), imported
 
 

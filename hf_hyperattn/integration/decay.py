@@ -52,7 +52,12 @@ class DecayWatch:
         if self.done or torch.compiler.is_compiling() or optimizer in self.seen:
             return
         names = added_names()
-        ours = [(p, g) for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) in names]
+        ours = [
+            (p, g)
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if p.requires_grad and id(p) in names
+        ]
         if not ours:
             self.seen.add(optimizer)
             return

@@ -28,19 +28,28 @@ class Description(dict):
 
     def __str__(self) -> str:
         rows = folded([(host["name"], _row(host)) for host in self["hosts"]])
-        lines = _table([["host", "family", "heads", "kind", "patched", "added", "gates"], *rows], rule=True)
+        lines = _table(
+            [["host", "family", "heads", "kind", "patched", "added", "gates"], *rows], rule=True
+        )
         for host in self["hosts"]:
             lines += _by_head(host)
         lines.append(
             f"{self['model']}: {self['patched']} of {len(self['hosts'])} hosts patched ({self['mode'] or 'none'}), "
             f"{self['parameters_added']:,} parameters added to {self['parameters']:,}"
         )
-        off = sorted({h["attn_implementation"] for h in self["hosts"] if h["mechanisms"] and not h["active"]})
+        off = sorted(
+            {h["attn_implementation"] for h in self["hosts"] if h["mechanisms"] and not h["active"]}
+        )
         if off:
-            lines.append(f"not active: the patched hosts run attn_implementation={off[0]!r}, without what was added")
+            lines.append(
+                f"not active: the patched hosts run attn_implementation={off[0]!r}, without what was added"
+            )
         beneath = sorted({h["beneath"] for h in self["hosts"] if h["beneath"]} - {"sdpa"})
         lines += [f"beneath: what is not changed is computed by {name!r}" for name in beneath]
-        by_name = sorted({h["attn_implementation"] for h in self["hosts"]} & (OURS - {PATCHED, RUNNING} | {HYPER_DOT}))
+        by_name = sorted(
+            {h["attn_implementation"] for h in self["hosts"]}
+            & (OURS - {PATCHED, RUNNING} | {HYPER_DOT})
+        )
         lines += [f"by name: attention is {name!r}" for name in by_name]
         return "\n".join(lines)
 
@@ -49,9 +58,19 @@ class Description(dict):
 
 def _row(host: dict[str, Any]) -> tuple[str, ...]:
     """What the table says of a host, besides its name."""
-    gates = [f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}" for n, g in host["gates"].items()]
+    gates = [
+        f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}"
+        for n, g in host["gates"].items()
+    ]
     heads, mechanisms = f"{host['heads']}/{host['kv_heads']}", " + ".join(host["mechanisms"])
-    return host["family"], heads, host["kind"], mechanisms, str(host["parameters_added"]), ", ".join(gates)
+    return (
+        host["family"],
+        heads,
+        host["kind"],
+        mechanisms,
+        str(host["parameters_added"]),
+        ", ".join(gates),
+    )
 
 
 def folded(rows: list[tuple[str, tuple[str, ...]]]) -> list[list[str]]:
@@ -79,15 +98,25 @@ def _table(rows: list[list[str]], rule: bool = False) -> list[str]:
     cells = [[cell or "-" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells[1:1] = [["-" * w for w in widths]] if rule else []
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
 
 
 def _by_head(host: dict[str, Any]) -> list[str]:
     """The values of a host's heads, where they were asked for."""
     values = host.get("by_head", {})
     head = [[host["name"], *map(str, range(host["heads"]))]] if values else []
-    rows = [[f"  {n}", *(["offloaded"] if v is None else [f"{x:.3g}" for x in v])] for n, v in values.items()]
-    return _table([row + [" "] * (host["heads"] + 1 - len(row)) for row in head + rows]) if values else []
+    rows = [
+        [f"  {n}", *(["offloaded"] if v is None else [f"{x:.3g}" for x in v])]
+        for n, v in values.items()
+    ]
+    return (
+        _table([row + [" "] * (host["heads"] + 1 - len(row)) for row in head + rows])
+        if values
+        else []
+    )
 
 
 def describe(model: nn.Module, heads: bool = False) -> Description:
@@ -157,10 +186,14 @@ def _host(module: nn.Module, host: Host, heads: bool) -> dict[str, Any]:
         "mechanisms": [n for n, _ in hyper.named_children()] if hyper else [],
         "active": hyper is not None and implementation == RUNNING,
         "parameters_added": sum(p.numel() for p in hyper.parameters()) if hyper else 0,
-        "gates": {n: (g.min().item(), g.max().item()) if can_read(g) else None for n, g in gates.items()},
+        "gates": {
+            n: (g.min().item(), g.max().item()) if can_read(g) else None for n, g in gates.items()
+        },
     }
     if heads:
-        each = {n: p for n, p in hyper.named_parameters() if p.shape == (host.heads,)} if hyper else {}
+        each = (
+            {n: p for n, p in hyper.named_parameters() if p.shape == (host.heads,)} if hyper else {}
+        )
         facts["by_head"] = {n: p.tolist() if can_read(p) else None for n, p in each.items()}
     return facts
 

@@ -74,10 +74,16 @@ def check_reached(host: Any, args: tuple, output: Any) -> None:
     if WATCHED not in host.__dict__:
         return  # Another thread has just ended the watch.
     forward = host.forward
-    if not runs_mechanism(host) or (is_compiled(forward) and leads_to_interface(forward, type(host))):
+    if not runs_mechanism(host) or (
+        is_compiled(forward) and leads_to_interface(forward, type(host))
+    ):
         return stop_watching(host)
     patched = "hyper" in host._modules
-    without = "a patch that leaves this layer out (layers=...)" if patched else "set_attn_implementation('sdpa')"
+    without = (
+        "a patch that leaves this layer out (layers=...)"
+        if patched
+        else "set_attn_implementation('sdpa')"
+    )
     raise ValueError(
         f"{host.__dict__[WATCHED]} ran without the mechanism that it was given, since its forward "
         f"({describe_forward(host)}) did not call Transformers' attention interface; allowed: a forward that calls "

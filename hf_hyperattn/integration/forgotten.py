@@ -34,7 +34,9 @@ class ForgottenTokens(Tensor):
 
     @staticmethod
     def __new__(cls, shown: Tensor):
-        made = Tensor._make_wrapper_subclass(cls, shown.shape, dtype=shown.dtype, device=shown.device)
+        made = Tensor._make_wrapper_subclass(
+            cls, shown.shape, dtype=shown.dtype, device=shown.device
+        )
         made.shown = shown
         return made
 

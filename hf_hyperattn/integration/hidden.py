@@ -104,7 +104,9 @@ def noting_class(before: Any) -> type:
 
 def readers_of(hyper: nn.Module) -> str:
     """The names of the mechanisms in a `Hyper` that read hidden states; "" for none."""
-    return " and ".join(map(attrgetter("config.mechanism"), filter(attrgetter("reads_hidden"), hyper.children())))
+    return " and ".join(
+        map(attrgetter("config.mechanism"), filter(attrgetter("reads_hidden"), hyper.children()))
+    )
 
 
 def form_of_hidden(host: nn.Module) -> str | None:
@@ -125,9 +127,15 @@ def check_forward(name: str, host: nn.Module, hyper: nn.Module) -> None:
     readers = readers_of(hyper)
     if not readers or HIDDEN in host.__dict__:
         return
-    place = "_old_forward" if "_hf_hook" in host.__dict__ else "forward"  # Accelerate keeps there what it wraps
+    place = (
+        "_old_forward" if "_hf_hook" in host.__dict__ else "forward"
+    )  # Accelerate keeps there what it wraps
     replaced, own = host.__dict__.get(place), type(host).forward
-    is_own = replaced is None or getattr(replaced, "__func__", None) is own or wraps_forward(replaced, own)
+    is_own = (
+        replaced is None
+        or getattr(replaced, "__func__", None) is own
+        or wraps_forward(replaced, own)
+    )
     if not is_own:
         raise ValueError(
             f"{name}.forward was replaced on the instance, and {readers} reads the hidden states that "
@@ -171,7 +179,9 @@ def hidden_states_of_call(host: nn.Module, queries: int) -> Tensor | None:
     hidden, read = states.call
     if hidden is not None and getattr(host, "packed", False):
         hidden = hidden[None] if hidden.dim() == 2 else hidden
-        if hidden.shape[0] == 1 and read + queries <= hidden.shape[1] > queries:  # one image after the other
+        if (
+            hidden.shape[0] == 1 and read + queries <= hidden.shape[1] > queries
+        ):  # one image after the other
             states.call = (hidden, read + queries)
             hidden = hidden[:, read : read + queries]
     if hidden is None or hidden.dim() < 3 or hidden.shape[-2] != queries:

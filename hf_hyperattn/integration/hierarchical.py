@@ -128,7 +128,9 @@ def generation_methods(stock: Any) -> dict:
 
     changed = (generate, prepare_inputs_for_generation, _get_candidate_generator)
     methods = {method.__name__: method for method in changed if hasattr(stock, method.__name__)}
-    return methods | {name: encoding(getattr(stock, name)) for name in ENCODING if hasattr(stock, name)}
+    return methods | {
+        name: encoding(getattr(stock, name)) for name in ENCODING if hasattr(stock, name)
+    }
 
 
 def encoding(original):
@@ -181,14 +183,20 @@ def resolve_names(model: PreTrainedModel) -> None:
     """Let a model take `hierarchy=` where one of its parts reads one by name, and only there."""
     reading = [mechanism for mechanism in MECHANISMS.values() if mechanism.takes_hierarchy]
     names = {name for mechanism in reading for name in mechanism.names}
-    if not any(getattr(config, "_attn_implementation", None) in names for config in tree(model.config)):
-        if isinstance(model, Accepting) and not (any(patched_hosts(model)) and PART in model.__dict__):
+    if not any(
+        getattr(config, "_attn_implementation", None) in names for config in tree(model.config)
+    ):
+        if isinstance(model, Accepting) and not (
+            any(patched_hosts(model)) and PART in model.__dict__
+        ):
             ignore_hierarchy(model)
         return
     hosts = [m for n, m in find_hosts(model) if not is_cross_attention(n, m)]
     hosts = [m for m in hosts if getattr(m.config, "_attn_implementation", None) in names]
     patched = {mechanism.name for mechanism in reading}
-    hosts += [host for _, host in patched_hosts(model) if patched & inner(host.hyper)._modules.keys()]
+    hosts += [
+        host for _, host in patched_hosts(model) if patched & inner(host.hyper)._modules.keys()
+    ]
     if hosts:
         accept_hierarchy(model, hosts)
     else:
@@ -209,7 +217,11 @@ def hosts_of_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> list[n
     """The hosts whose tokens a hierarchy given to the whole model is about."""
     if getattr(model.config, "is_encoder_decoder", False):
         encoder = model.get_encoder()
-        inside = set(map(id, encoder.modules())) if isinstance(encoder, nn.Module) and encoder is not model else ()
+        inside = (
+            set(map(id, encoder.modules()))
+            if isinstance(encoder, nn.Module) and encoder is not model
+            else ()
+        )
         return [host for host in hosts if id(host) in inside] or hosts
     try:
         text = model.config.get_text_config()

@@ -40,7 +40,9 @@ class HierarchicalLayer(DynamicLayer):
         self.store = LayerCache(key_states, value_states, self.keep)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Add tokens [B, Hkv, n, d]; returns all keys and values so far."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError(
@@ -48,7 +50,9 @@ class HierarchicalLayer(DynamicLayer):
                 "torch.no_grad() or generate(), or training with use_cache=False"
             )
         if self.keep is not None and is_recorded():
-            raise ValueError("HierarchicalCache(evict=True) cannot be compiled or traced; allowed: evict=False")
+            raise ValueError(
+                "HierarchicalCache(evict=True) cannot be compiled or traced; allowed: evict=False"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.store.append(key_states, value_states)
@@ -82,7 +86,11 @@ class HierarchicalLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch: int64 or bool [B]."""
-        self._pick(torch.arange(len(self.store.tokens[0].room))[indices] if self.is_initialized else indices)
+        self._pick(
+            torch.arange(len(self.store.tokens[0].room))[indices]
+            if self.is_initialized
+            else indices
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
@@ -100,7 +108,9 @@ class HierarchicalLayer(DynamicLayer):
         Raises:
             ValueError: always; the means are needed on the device at every token.
         """
-        raise ValueError("HierarchicalCache cannot be offloaded; use DynamicCache(offloading=True), which is slower")
+        raise ValueError(
+            "HierarchicalCache cannot be offloaded; use DynamicCache(offloading=True), which is slower"
+        )
 
 
 class HierarchicalCache(DynamicCache):
@@ -161,10 +171,21 @@ def _keep(name: str, host) -> KeepWindows | tuple | str:
         facts = host_facts(name, host, 0)
         if not facts.is_causal:
             return "is not causal, and is given no cache"
-        reaches = reaches_of(layer.find_rules(0, facts.heads, facts.heads, is_causal=True), facts.kv_heads)
-        return reaches if any(reaches) else "has in every group of query heads one whose rule may look at any key"
+        reaches = reaches_of(
+            layer.find_rules(0, facts.heads, facts.heads, is_causal=True), facts.kv_heads
+        )
+        return (
+            reaches
+            if any(reaches)
+            else "has in every group of query heads one whose rule may look at any key"
+        )
     rule = layer.config.rule(True, hyper.heads, type(host).__name__)
     most = lambda x: max(x) if isinstance(x, tuple) else x
-    if layer.config.tying == "both" or layer.heads is not None or not layer.config.windows or most(rule.refine_top_k):
+    if (
+        layer.config.tying == "both"
+        or layer.heads is not None
+        or not layer.config.windows
+        or most(rule.refine_top_k)
+    ):
         return "has heads that HSA lets look at any key"
     return KeepWindows(layer.config.windows, most(rule.near), most(rule.sinks))

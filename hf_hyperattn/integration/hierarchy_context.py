@@ -37,7 +37,9 @@ class HierarchyContext(threading.local):
     hierarchy: what that part was called with: a `Hierarchy`, group ids, or None.
     """
 
-    def __init__(self):  # in every thread anew; the compiler cannot guard defaults that are left to the class
+    def __init__(
+        self,
+    ):  # in every thread anew; the compiler cannot guard defaults that are left to the class
         self.part: str | None = None
         self.hierarchy = None
 
@@ -55,7 +57,9 @@ def inherited_hierarchy(model: nn.Module):
     return context.hierarchy if inside else None
 
 
-def use_hierarchy(context: HierarchyContext, part: str | None, hierarchy, function, /, *args, **keywords):
+def use_hierarchy(
+    context: HierarchyContext, part: str | None, hierarchy, function, /, *args, **keywords
+):
     """`function(*args, **keywords)` as a call of this part with this hierarchy or None."""
     before = context.part, context.hierarchy
     context.part, context.hierarchy = part, hierarchy

@@ -78,7 +78,10 @@ BUILDING: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("hyperattn_buildi
 
 def note_building(cls: Any) -> None:
     """Let the `__init__` of a model class put its model into `BUILDING` while it runs."""
-    stock, inherited = cls.__init__, "__init__" not in vars(cls)  # that of a mixin, which is no model
+    stock, inherited = (
+        cls.__init__,
+        "__init__" not in vars(cls),
+    )  # that of a mixin, which is no model
     if hasattr(stock, WRAPPED):
         return
 
@@ -116,11 +119,15 @@ def _build(original, self, config, *args, **kwargs):
         read_record(config.hyperattn)  # before Transformers copies what a stranger wrote
     configs = tree(config)
     for part in configs:
-        if STOCK in part.__dict__ and part._attn_implementation is None:  # nobody asked for anything
+        if (
+            STOCK in part.__dict__ and part._attn_implementation is None
+        ):  # nobody asked for anything
             setattr(part, INTERNAL, RUNNING)
     original(self, config, *args, **kwargs)
     note_masks(self)
-    names = [(part, part._attn_implementation) for part in configs if part._attn_implementation in OURS]
+    names = [
+        (part, part._attn_implementation) for part in configs if part._attn_implementation in OURS
+    ]
     self.__dict__[REQUESTED] = names
     neutral = model_patches.construct_as(self.config.model_type)
     if neutral is not None and self.config._attn_implementation in OURS:
@@ -128,7 +135,9 @@ def _build(original, self, config, *args, **kwargs):
         setattr(self.config, INTERNAL, stock_name(self.config) if marked(self.config) else neutral)
 
 
-for _model_class in subclasses(PreTrainedModel):  # after the wrapper of the `__init__` that they have from there
+for _model_class in subclasses(
+    PreTrainedModel
+):  # after the wrapper of the `__init__` that they have from there
     note_building(_model_class)
 
 
@@ -183,7 +192,12 @@ def restore(model: PreTrainedModel, outer: tuple[PreTrainedModel, ...]) -> bool:
 
 def route_as_before(model: PreTrainedModel) -> bool:
     """Route served families while their configs name the implementation from before, so that it can be undone."""
-    named = [(c, c._attn_implementation) for part in parts(model) for c in tree(part.config) if STOCK in vars(c)]
+    named = [
+        (c, c._attn_implementation)
+        for part in parts(model)
+        for c in tree(part.config)
+        if STOCK in vars(c)
+    ]
     try:
         for config, _ in named:
             setattr(config, INTERNAL, name_before(config))
@@ -212,7 +226,9 @@ def check_part_names(model: PreTrainedModel, names: list[tuple[Any, str]]) -> No
     for config, name in by_themselves:
         check_config(model, config, name)
         if name not in running:
-            part = config.model_type or type(config).__name__  # Transformers 5.17 has parts without a type
+            part = (
+                config.model_type or type(config).__name__
+            )  # Transformers 5.17 has parts without a type
             raise ValueError(
                 f"attn_implementation={name!r} was asked for the part {part!r} of "
                 f"{type(model).__name__}, which lacks that part, or none of whose attention runs on its config; "
@@ -261,7 +277,10 @@ def set_on_models(config: Any, value: Any) -> None:
         elif not isinstance(value, dict) and config._attn_implementation in ours:
             in_tree = set(map(id, tree(config)))
             for part in all_configs(model):
-                if id(part) not in in_tree and part._attn_implementation == config._attn_implementation:
+                if (
+                    id(part) not in in_tree
+                    and part._attn_implementation == config._attn_implementation
+                ):
                     setattr(part, INTERNAL, value)
 
 
@@ -275,10 +294,18 @@ def _set(original, self, *args, **kwargs):
 
 
 def _set_and_check(original, self, attn_implementation, *args, **kwargs):
-    requests, started = requested(self.config, attn_implementation), self.config._attn_implementation
+    requests, started = (
+        requested(self.config, attn_implementation),
+        self.config._attn_implementation,
+    )
     names, saved = {name for _, name in requests}, saved_name(self.config)
-    before = [(config, config._attn_implementation, config.__dict__.get(STOCK)) for config in all_configs(self)]
-    patched: list[tuple[Any, Any]] = [(config, name) for config, name, _ in before if marked(config)]
+    before = [
+        (config, config._attn_implementation, config.__dict__.get(STOCK))
+        for config in all_configs(self)
+    ]
+    patched: list[tuple[Any, Any]] = [
+        (config, name) for config, name, _ in before if marked(config)
+    ]
     if patched and names <= {PATCHED, RUNNING}:
         return None
     if names & OURS:
@@ -363,5 +390,10 @@ def requested(config: Any, implementation: str | dict | None) -> list[tuple[Any,
     if not isinstance(implementation, dict):
         return [(config, implementation)]
     check_keys(config, implementation)
-    parts = [(getattr(config, key, None) if key else config, value) for key, value in implementation.items()]
-    return [request for part, value in parts if part is not None for request in requested(part, value)]
+    parts = [
+        (getattr(config, key, None) if key else config, value)
+        for key, value in implementation.items()
+    ]
+    return [
+        request for part, value in parts if part is not None for request in requested(part, value)
+    ]

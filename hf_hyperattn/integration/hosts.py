@@ -59,7 +59,12 @@ ROTARY_KINDS = (
 
 
 #: All names that `settings_of` reads.
-READ = (*(name for names in NAMES.values() for name in names), *ROTARY_KINDS, "alibi", *ROTARY_SETTINGS)
+READ = (
+    *(name for names in NAMES.values() for name in names),
+    *ROTARY_KINDS,
+    "alibi",
+    *ROTARY_SETTINGS,
+)
 
 
 #: The names in the code of a method that asks Transformers' attention interface for its function.
@@ -84,7 +89,9 @@ def calls_interface(code: CodeType) -> bool:
 def find_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Qualified name and module of every host, in the model's order."""
     modules = list(model.named_modules())
-    host_classes = {cls for cls in {type(module) for _, module in modules} if interface_callers(cls)}
+    host_classes = {
+        cls for cls in {type(module) for _, module in modules} if interface_callers(cls)
+    }
     return iter([(name, module) for name, module in modules if type(module) in host_classes])
 
 
@@ -95,12 +102,14 @@ def has_hosts(model: nn.Module) -> bool:
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
     """Whether keys come from another sequence; a call does not tell, so names and classes must."""
-    return bool(CROSS.search(name.rsplit(".", 1)[-1]) or CROSS.search(type(module).__name__)) or bool(
-        getattr(module, "is_cross_attention", False)
-    )
+    return bool(
+        CROSS.search(name.rsplit(".", 1)[-1]) or CROSS.search(type(module).__name__)
+    ) or bool(getattr(module, "is_cross_attention", False))
 
 
-def host_facts(name: str, module: nn.Module, layer_index: int, known: dict[int, dict] | None = None) -> Host:
+def host_facts(
+    name: str, module: nn.Module, layer_index: int, known: dict[int, dict] | None = None
+) -> Host:
     """What the module and its config say of a host.
 
     Args:
@@ -190,7 +199,9 @@ def module_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> dict[
             f"cannot tell the number of heads of {name} ({type(module).__name__}); looked for "
             f"{', '.join(NAMES['heads'])} on the module and its config"
         )
-    sizes: dict[str, tuple[int, int]] = {}  # (in, out) of linear maps: torch's, quantised ones, PEFT's, Conv1D
+    sizes: dict[
+        str, tuple[int, int]
+    ] = {}  # (in, out) of linear maps: torch's, quantised ones, PEFT's, Conv1D
     for path, part in module.named_modules():
         part = getattr(part, "base_layer", part)
         ends = ("in_features", "out_features") if hasattr(part, "in_features") else ("nx", "nf")
@@ -248,7 +259,10 @@ def methods_of(cls: type) -> list[FunctionType]:
     """The methods of a class and its parents, as they are written, but for those of every module or model."""
     found = []
     for base in cls.__mro__:
-        if base is not nn.Module and base.__module__ not in ("builtins", PreTrainedModel.__module__):
+        if base is not nn.Module and base.__module__ not in (
+            "builtins",
+            PreTrainedModel.__module__,
+        ):
             for member in vars(base).values():
                 function = inspect.unwrap(getattr(member, "__func__", member))
                 if isinstance(function, FunctionType):

@@ -33,13 +33,21 @@ class Hyper(Layers):
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()
         self.config = config.for_any_host
-        self.overrides = (config.overrides or {}).get(host.name, ())  # configs that hold for this host alone
+        self.overrides = (config.overrides or {}).get(
+            host.name, ()
+        )  # configs that hold for this host alone
         self.heads = host.heads
         self.moved = False  # whether a gate was seen away from where it starts
         self.newly_routed = False  # whether the patch made this host call the attention interface
-        self.came_with_model = False  # whether it was built with its model, from a checkpoint or a config
+        self.came_with_model = (
+            False  # whether it was built with its model, from a checkpoint or a config
+        )
         heads = None if config.heads is None else head_numbers(config.heads, host.heads, host.name)
-        mechanisms = mechanisms_of(config.mechanisms, self.overrides) if self.overrides else config.mechanisms
+        mechanisms = (
+            mechanisms_of(config.mechanisms, self.overrides)
+            if self.overrides
+            else config.mechanisms
+        )
         for mechanism in mechanisms:
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
             if heads is not None:
@@ -55,7 +63,12 @@ class Hyper(Layers):
 
     def starts(self, call: HostCall) -> bool:
         """Whether training begins here: nothing has moved yet. Not asked again once something has."""
-        if self.moved or not torch.is_grad_enabled() or call.options.dropout_p or not can_read(*self.parameters()):
+        if (
+            self.moved
+            or not torch.is_grad_enabled()
+            or call.options.dropout_p
+            or not can_read(*self.parameters())
+        ):
             return False
         self.moved = not all(layer.identical() for layer in self.layers())
         return not self.moved

@@ -36,7 +36,9 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
     def original_module(self) -> Hyper | None:
         """The `Hyper` that the model is patched with here, also while adapters are disabled; None for none."""
         names = self.merged_adapters or self.active_adapters
-        return next((self.lora_hyper[name] for name in names if name in self.lora_hyper), self.base_layer)
+        return next(
+            (self.lora_hyper[name] for name in names if name in self.lora_hyper), self.base_layer
+        )
 
     @property
     def running(self) -> Hyper | None:
@@ -58,10 +60,16 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
         hyper = self.running
         return None if hyper is None else hyper(call, weights, stock)
 
-    def by_rows(self, call: HostCall, names: Sequence[str], weights: bool, stock) -> tuple[Tensor, None]:
+    def by_rows(
+        self, call: HostCall, names: Sequence[str], weights: bool, stock
+    ) -> tuple[Tensor, None]:
         """The output [B, H, N, dv] of a batch each of whose rows has its own adapter: every adapter computes all."""
         if weights or len(names) != call.query.shape[0]:
-            why = "attention weights are asked for" if weights else f"the batch has {call.query.shape[0]} rows"
+            why = (
+                "attention weights are asked for"
+                if weights
+                else f"the batch has {call.query.shape[0]} rows"
+            )
             raise ValueError(
                 f"adapter_names= got {len(names)} names, and {why}; allowed: a name for each row, without "
                 "output_attentions"
@@ -79,7 +87,10 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
 
     def layers(self, names: Sequence[str] = ()) -> list[MechanismLayer]:
         """The layers that run in a batch whose rows have these adapters; without names, those of `original_module`."""
-        hypers = [self.base_layer, *(self.lora_hyper[n] for n in dict.fromkeys(names) if n in self.lora_hyper)]
+        hypers = [
+            self.base_layer,
+            *(self.lora_hyper[n] for n in dict.fromkeys(names) if n in self.lora_hyper),
+        ]
         hypers = hypers if names else [self.original_module]
         return [layer for hyper in hypers if hyper is not None for layer in hyper.layers()]
 
@@ -147,7 +158,11 @@ def active_hyper(module: Any) -> Hyper | None:
         return module.running
     copies = getattr(module, "modules_to_save", {})
     names = [name for name in getattr(module, "active_adapters", []) if name in copies]
-    return copies[names[0]] if names and not module.disable_adapters else getattr(module, "original_module", module)
+    return (
+        copies[names[0]]
+        if names and not module.disable_adapters
+        else getattr(module, "original_module", module)
+    )
 
 
 def refuse_two(names: Sequence[str], what: str) -> None:

@@ -83,7 +83,9 @@ class HyperLoraConfig(LoraConfig):
             `layer_replication` is set.
     """
 
-    hyperattn: Any = field(default=None, metadata={"help": "what is done to attention, a HyperAttnConfig"})
+    hyperattn: Any = field(
+        default=None, metadata={"help": "what is done to attention, a HyperAttnConfig"}
+    )
     mechanisms: InitVar[Sequence[MechanismConfig]] = ()
     layers: InitVar[Choice] = None
     heads: InitVar[Choice] = None
@@ -98,7 +100,12 @@ class HyperLoraConfig(LoraConfig):
                 f"HyperLoraConfig got layer_replication={self.layer_replication}, which makes layers anew that the "
                 "patch would not be in; allowed: None, and a model that has these layers already"
             )
-        if mechanisms or (layers, heads, mode, include_cross_attention) != (None, None, "blend", False):
+        if mechanisms or (layers, heads, mode, include_cross_attention) != (
+            None,
+            None,
+            "blend",
+            False,
+        ):
             if self.hyperattn is not None:
                 raise ValueError(
                     "HyperLoraConfig got hyperattn and mechanisms, layers, heads or mode; give one of both"
@@ -108,9 +115,19 @@ class HyperLoraConfig(LoraConfig):
             self.hyperattn = HyperAttnConfig.from_dict(self.hyperattn)
         others = [name for name in self.modules_to_save or () if name.rpartition(".")[2] != "hyper"]
         self.modules_to_save = others or None
-        no_targets = self.target_modules is not None and not self.target_modules and not self.target_parameters
-        if self.r == 0 and self.target_modules not in (None, DUMMY_TARGET_MODULES) and not no_targets:
-            raise ValueError("HyperLoraConfig.target_modules says nothing with r=0; leave it out, or give r")
+        no_targets = (
+            self.target_modules is not None
+            and not self.target_modules
+            and not self.target_parameters
+        )
+        if (
+            self.r == 0
+            and self.target_modules not in (None, DUMMY_TARGET_MODULES)
+            and not no_targets
+        ):
+            raise ValueError(
+                "HyperLoraConfig.target_modules says nothing with r=0; leave it out, or give r"
+            )
         if self.r == 0 or no_targets:
             self.r, self.target_modules = 0, DUMMY_TARGET_MODULES
 
@@ -133,7 +150,11 @@ def check_ranks(base: nn.Module, config: HyperLoraConfig) -> None:
     ]
     for name, rank in ranks:
         if isinstance(rank, int) and rank > widest:
-            refuse(f"HyperLoraConfig.{name}", rank, f"up to {widest}, the widest weight of {type(base).__name__}")
+            refuse(
+                f"HyperLoraConfig.{name}",
+                rank,
+                f"up to {widest}, the widest weight of {type(base).__name__}",
+            )
 
 
 class HyperLoraModel(LoraModel):
@@ -146,11 +167,15 @@ class HyperLoraModel(LoraModel):
         base = base_model(model)
         ordinary = building_on(without_weights([base]), type(base).__name__, may_be_empty=True)
         with ordinary, rollback_on_error(base), following_adapters(base):
-            config = copy.copy(self.peft_config[adapter_name])  # so that the caller's can be put on another model
+            config = copy.copy(
+                self.peft_config[adapter_name]
+            )  # so that the caller's can be put on another model
             check_ranks(base, config)
             config.hyperattn, selected, newly_routed = resolve_adapter(base, config)
             if config.target_modules is None and not config.target_parameters:
-                config.target_modules = set(projections(base, [(host.name, module) for module, host in selected]))
+                config.target_modules = set(
+                    projections(base, [(host.name, module) for module, host in selected])
+                )
             self.peft_config[adapter_name] = config
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             # after LoRA: were there a tuner layer before, PEFT would leave the base open to training
@@ -163,7 +188,9 @@ class HyperLoraModel(LoraModel):
                     there: Any = module._modules.pop("hyper", None)
                     module.hyper = HyperAdapter(there and there.requires_grad_(False))
                 mark_initialized(hyper)
-                cast(HyperAdapter, module.hyper).lora_hyper[adapter_name] = hyper.requires_grad_(trained)
+                cast(HyperAdapter, module.hyper).lora_hyper[adapter_name] = hyper.requires_grad_(
+                    trained
+                )
             for _, _, adapter in hyper_adapters(base):
                 adapter._active_adapter = list(self.active_adapters)
 
@@ -184,20 +211,30 @@ class HyperLoraModel(LoraModel):
         names = adapter_names or self.active_adapters
         check_one(self.model, names, "merge_adapter", safe_merge)
         for _, _, adapter in hyper_adapters(self.model):
-            if adapter.holding(names, "merge_adapter") != adapter.holding(self.active_adapters, "merge_adapter"):
+            if adapter.holding(names, "merge_adapter") != adapter.holding(
+                self.active_adapters, "merge_adapter"
+            ):
                 raise ValueError(
                     f"merge_adapter({list(names)}) would leave the patch of {self.active_adapters} in place; first "
                     "call set_adapter with the adapters to merge"
                 )
         super().merge_adapter(adapter_names, safe_merge)
 
-    def _unload_and_optionally_merge(self, merge=True, progressbar=False, safe_merge=False, adapter_names=None):
+    def _unload_and_optionally_merge(
+        self, merge=True, progressbar=False, safe_merge=False, adapter_names=None
+    ):
         if merge:
-            check_one(self.model, adapter_names or self.active_adapters, "merge_and_unload", safe_merge)
+            check_one(
+                self.model, adapter_names or self.active_adapters, "merge_and_unload", safe_merge
+            )
         with following_adapters(self.model):
-            result = super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+            result = super()._unload_and_optionally_merge(
+                merge, progressbar, safe_merge, adapter_names
+            )
             for _, host in patched_hosts(self.model) if self.model.dtype.is_floating_point else ():
-                host.hyper.to(self.model.dtype)  # PEFT trains adapters of half-precision models in float32
+                host.hyper.to(
+                    self.model.dtype
+                )  # PEFT trains adapters of half-precision models in float32
         return result
 
     def _replace_module(self, parent, child_name, new_module, child):
@@ -215,9 +252,15 @@ class HyperLoraModel(LoraModel):
             with super()._enable_peft_forward_hooks(*args, **kwargs):
                 yield
             return
-        without_lora = {name for name in names if name in self.peft_config and not self.peft_config[name].r}
+        without_lora = {
+            name for name in names if name in self.peft_config and not self.peft_config[name].r
+        }
         kwargs["adapter_names"] = ["__base__" if name in without_lora else name for name in names]
-        encoder = self.model.get_encoder() if getattr(self.model.config, "is_encoder_decoder", False) else None
+        encoder = (
+            self.model.get_encoder()
+            if getattr(self.model.config, "is_encoder_decoder", False)
+            else None
+        )
         inside = set() if encoder is None else set(encoder.modules())
         adapters = [(host, adapter) for _, host, adapter in hyper_adapters(self.model)]
         handles, error = [], None
@@ -225,8 +268,15 @@ class HyperLoraModel(LoraModel):
             with super()._enable_peft_forward_hooks(*args, **kwargs):
                 connect(self.model, [(host, adapter.layers(names)) for host, adapter in adapters])
                 for _, adapter in adapters:
-                    rows = names if adapter in inside else [name for name in names for _ in range(beams)]
-                    hook = lambda _, args, keywords, rows=rows: (args, {**keywords, "adapter_names": rows})
+                    rows = (
+                        names
+                        if adapter in inside
+                        else [name for name in names for _ in range(beams)]
+                    )
+                    hook = lambda _, args, keywords, rows=rows: (
+                        args,
+                        {**keywords, "adapter_names": rows},
+                    )
                     handles.append(adapter.register_forward_pre_hook(hook, with_kwargs=True))
                 try:
                     yield
@@ -246,17 +296,27 @@ class HyperLoraModel(LoraModel):
         """As PEFT's; the added parameters are the weighted sum of what the adapters learned beyond their start."""
         configs = [self.peft_config[name] for name in adapters if name in self.peft_config]
         if adapter_name in self.peft_config or len(configs) < len(adapters):
-            return super().add_weighted_adapter(adapters, weights, adapter_name, combination_type, *args, **options)
+            return super().add_weighted_adapter(
+                adapters, weights, adapter_name, combination_type, *args, **options
+            )
         prefix = self.model.base_model_prefix
-        differ = any(in_short(c.hyperattn, prefix) != in_short(configs[0].hyperattn, prefix) for c in configs)
-        if differ or combination_type not in COMBINATIONS or len({config.r == 0 for config in configs}) > 1:
+        differ = any(
+            in_short(c.hyperattn, prefix) != in_short(configs[0].hyperattn, prefix) for c in configs
+        )
+        if (
+            differ
+            or combination_type not in COMBINATIONS
+            or len({config.r == 0 for config in configs}) > 1
+        ):
             raise ValueError(
                 f"add_weighted_adapter got the adapters {list(adapters)} and combination_type={combination_type!r}; "
                 "allowed: adapters with the same mechanisms in the same layers, all with LoRA or all without, and "
                 f"{', '.join(COMBINATIONS)}"
             )
         if configs[0].r:
-            super().add_weighted_adapter(adapters, weights, adapter_name, combination_type, *args, **options)
+            super().add_weighted_adapter(
+                adapters, weights, adapter_name, combination_type, *args, **options
+            )
         else:
             self.peft_config[adapter_name] = replace(configs[0])
             self.inject_adapter(self.model, adapter_name)
@@ -264,12 +324,20 @@ class HyperLoraModel(LoraModel):
             adapter.combine(adapters, weights, adapter_name)
 
     @classmethod
-    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
-        tensors = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        if not set(unwanted_adapter_names) & {mechanism.mechanism for mechanism in config.hyperattn.mechanisms}:
+    def _get_adapter_state_dict(
+        cls, model, config, adapter_name, state_dict, unwanted_adapter_names
+    ):
+        tensors = super()._get_adapter_state_dict(
+            model, config, adapter_name, state_dict, unwanted_adapter_names
+        )
+        if not set(unwanted_adapter_names) & {
+            mechanism.mechanism for mechanism in config.hyperattn.mechanisms
+        }:
             return tensors
         own = f".lora_hyper.{adapter_name}."  # PEFT took out what has another adapter's name, also of a mechanism
-        return tensors | {name: tensor for name, tensor in model.state_dict().items() if own in name}
+        return tensors | {
+            name: tensor for name, tensor in model.state_dict().items() if own in name
+        }
 
     @classmethod
     def _convert_state_dict_for_initial_model(cls, model, config, where, *args):
@@ -279,10 +347,14 @@ class HyperLoraModel(LoraModel):
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
-        tensors = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        tensors = super()._remap_adapter_state_dict_for_load(
+            model, config, adapter_name, state_dict
+        )
         own = {name for name in model.state_dict() if f".lora_hyper.{adapter_name}." in name}
         prefix = "base_model.model."
-        missing = sorted(own - {form for name in tensors for form in (name, name.removeprefix(prefix))})
+        missing = sorted(
+            own - {form for name in tensors for form in (name, name.removeprefix(prefix))}
+        )
         if missing:
             logger.warning(
                 f"the tensors for adapter {adapter_name!r} lack {len(missing)} added parameters, such as "
@@ -300,12 +372,16 @@ class HyperLoraModel(LoraModel):
 
 if NAME not in PeftType.__members__:
     new_peft_type(NAME)
-    register_peft_method(name=NAME.lower(), config_cls=HyperLoraConfig, model_cls=HyperLoraModel, prefix="lora_")
+    register_peft_method(
+        name=NAME.lower(), config_cls=HyperLoraConfig, model_cls=HyperLoraModel, prefix="lora_"
+    )
     checked = peft.utils.hotswap.CONFIG_KEYS_TO_CHECK
     checked[getattr(PeftType, NAME)] = [*checked[PeftType.LORA], "hyperattn"]
 
 
-def resolve_adapter(base: PreTrainedModel, config: HyperLoraConfig) -> tuple[HyperAttnConfig, list[Selected], bool]:
+def resolve_adapter(
+    base: PreTrainedModel, config: HyperLoraConfig
+) -> tuple[HyperAttnConfig, list[Selected], bool]:
     """What an adapter does to this model, its hosts by name; these; and whether their family was routed for it.
 
     Raises:
@@ -322,7 +398,9 @@ def resolve_adapter(base: PreTrainedModel, config: HyperLoraConfig) -> tuple[Hyp
         record = HyperAttnConfig.from_dict(getattr(base.config, RECORD))
     wanted = cut_to_depth(config.hyperattn, base) if config.hyperattn else record
     if wanted is None and config.hyperattn:
-        raise ValueError(f"{type(base).__name__} has none of the layers that this adapter patches; load a deeper base")
+        raise ValueError(
+            f"{type(base).__name__} has none of the layers that this adapter patches; load a deeper base"
+        )
     if wanted is None:
         raise ValueError(
             f"HyperLoraConfig names no mechanism, and {type(base).__name__} is not patched; pass one, such as "
@@ -384,7 +462,9 @@ def check_one(model: nn.Module, names, what: str, finite: bool = False) -> None:
     """
     for path, _, adapter in hyper_adapters(model):
         for name in adapter.holding([names] if isinstance(names, str) else names, what):
-            if finite and not all(p.isfinite().all() for p in adapter.lora_hyper[name].parameters()):
+            if finite and not all(
+                p.isfinite().all() for p in adapter.lora_hyper[name].parameters()
+            ):
                 raise ValueError(
                     f"{path}.hyper of adapter {name!r} has numbers that are not finite; train it anew, or merge "
                     "without safe_merge"
@@ -407,7 +487,13 @@ def following_adapters(base: PreTrainedModel) -> Iterator[None]:
             if adapter.base_layer is not None:
                 host.hyper = adapter.base_layer
     patched = {id(host): host for _, host in patched_hosts(base)}
-    connect(base, [(host, inner(host.hyper).layers() if key in patched else []) for key, host in hosts.items()])
+    connect(
+        base,
+        [
+            (host, inner(host.hyper).layers() if key in patched else [])
+            for key, host in hosts.items()
+        ],
+    )
     write_records(base)
     resolve_names(base)  # parts that run a structure by name
     watch_first_calls(base)

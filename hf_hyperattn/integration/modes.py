@@ -48,4 +48,6 @@ def make_ordinary(modules: Iterable[nn.Module]) -> None:
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_inference():
                 with outside_inference_mode():
-                    part._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
+                    part._parameters[name] = nn.Parameter(
+                        parameter.clone(), parameter.requires_grad
+                    )

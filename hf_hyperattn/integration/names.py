@@ -55,10 +55,17 @@ class PlainDot:
     """What `hyper_dot` runs: no layer, with the same for all modules."""
 
     @staticmethod
-    def layers(call: HostCall, weights: bool = False, stock: Callable | None = None) -> tuple[Tensor, Tensor | None]:
+    def layers(
+        call: HostCall, weights: bool = False, stock: Callable | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The host's own attention; arguments and result as in `Layers.forward`."""
-        score, options = dot_score(call.query, call.key, call.scale), replace(call.options, any_rounding=True)
-        out, attention_weights = attention(score, call.value, options, backend=call.backend, weights=weights)
+        score, options = (
+            dot_score(call.query, call.key, call.scale),
+            replace(call.options, any_rounding=True),
+        )
+        out, attention_weights = attention(
+            score, call.value, options, backend=call.backend, weights=weights
+        )
         return out.to(call.query.dtype), attention_weights
 
     @staticmethod

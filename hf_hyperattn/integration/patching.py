@@ -91,7 +91,9 @@ def patch_model(
     return model
 
 
-def resolve(base: PreTrainedModel, config: HyperAttnConfig) -> tuple[HyperAttnConfig, list[Selected], bool]:
+def resolve(
+    base: PreTrainedModel, config: HyperAttnConfig
+) -> tuple[HyperAttnConfig, list[Selected], bool]:
     """What a config means for a model that is stock, or patched alike: the config without functions, the hosts, and
     whether their family was made to call the attention interface for it.
 
@@ -133,7 +135,9 @@ def _unpatch(model: nn.Module) -> nn.Module:
         original = give_back(base, name)
         return model if original is base else original
     if not hosts and not recorded:
-        names = {c._attn_implementation for c in tree(base.config) if c._attn_implementation in OURS}
+        names = {
+            c._attn_implementation for c in tree(base.config) if c._attn_implementation in OURS
+        }
         how = f"runs attn_implementation={min(names)!r} by name" if names else "is not patched"
         raise ValueError(
             f"{type(base).__name__} {how}, so there is no patch to undo; for its own attention call "
@@ -178,11 +182,17 @@ def rollback_on_error(model: nn.Module) -> Iterator[None]:
     """
     things: dict[int, Any] = {}
     for module in model.modules():
-        configs = [value for value in module.__dict__.values() if isinstance(value, PreTrainedConfig)]
-        things |= {id(thing): thing for thing in (module, *(part for top in configs for part in tree(top)))}
+        configs = [
+            value for value in module.__dict__.values() if isinstance(value, PreTrainedConfig)
+        ]
+        things |= {
+            id(thing): thing for thing in (module, *(part for top in configs for part in tree(top)))
+        }
     before = []
     for thing in things.values():
-        contents = {n: (v, dict(v) if isinstance(v, dict) else None) for n, v in vars(thing).items()}
+        contents = {
+            n: (v, dict(v) if isinstance(v, dict) else None) for n, v in vars(thing).items()
+        }
         before.append((thing, type(thing), contents))
     try:
         yield
@@ -211,8 +221,12 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             inside = wrapped.get_base_model()
         if inside is None:
             advice = inner_models_of(model) if isinstance(wrapped, nn.Module) else ""
-            allowed = "allowed: a PreTrainedModel, also inside a PEFT, compiled or data-parallel wrapper"
-            raise ValueError(f"{type(model).__name__} is no Transformers model; {advice or allowed}")
+            allowed = (
+                "allowed: a PreTrainedModel, also inside a PEFT, compiled or data-parallel wrapper"
+            )
+            raise ValueError(
+                f"{type(model).__name__} is no Transformers model; {advice or allowed}"
+            )
         wrapped = inside
     return wrapped
 
@@ -233,7 +247,9 @@ def gather(mechanisms, layers, heads, mode: Mode, include_cross_attention: bool)
     else:
         config = HyperAttnConfig(mechanisms, layers, heads, mode, include_cross_attention)
     if not config.mechanisms:
-        raise ValueError("patch_model got no mechanism; allowed: at least one, such as ConeConfig()")
+        raise ValueError(
+            "patch_model got no mechanism; allowed: at least one, such as ConeConfig()"
+        )
     refuse_conversions(config)
     return config
 
@@ -250,7 +266,9 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
     if not hosts:
         if has_attention(base):
             raise unsupported(base.config.model_type, PATCHED)
-        raise ValueError(f"model type {base.config.model_type!r} has no attention; nothing to patch")
+        raise ValueError(
+            f"model type {base.config.model_type!r} has no attention; nothing to patch"
+        )
     if config.hosts is not None:
         names = set(match_names([host.name for _, _, host in hosts], config.hosts, base).values())
         picks = [host.name in names for _, _, host in hosts]
@@ -274,16 +292,25 @@ def check_calls(config: HyperAttnConfig, selected: list[Selected]) -> None:
     """Refuse hosts of which it is known that every call would be refused."""
     for module, host in selected:
         for mechanism in config.mechanisms_at(host.name):
-            known, name = get_mechanism(mechanism.mechanism), f"{host.name} ({type(module).__name__})"
+            known, name = (
+                get_mechanism(mechanism.mechanism),
+                f"{host.name} ({type(module).__name__})",
+            )
             advice = "allowed: layers= without it, or other mechanisms"
             form = form_of_hidden(module)
             if form is not None and getattr(known.layer, "reads_hidden", False):
                 raise ValueError(
                     f"{known.name} reads a row of hidden states for each query, and {name} gets {form}; {advice}"
                 )
-            pools = getattr(module, "query_stride", None) is not None  # SAM 2's backbone, between its stages
-            if pools and (not known.cross_attention or getattr(mechanism, "windows", None) is not None):
-                raise ValueError(f"{known.name} cannot tell the positions of queries that {name} pools; {advice}")
+            pools = (
+                getattr(module, "query_stride", None) is not None
+            )  # SAM 2's backbone, between its stages
+            if pools and (
+                not known.cross_attention or getattr(mechanism, "windows", None) is not None
+            ):
+                raise ValueError(
+                    f"{known.name} cannot tell the positions of queries that {name} pools; {advice}"
+                )
 
 
 def warn_unread(config: HyperAttnConfig, selected: list[Selected]) -> None:

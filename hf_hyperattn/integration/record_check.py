@@ -64,7 +64,9 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
     absent = loading_info.missing_keys
     missing = [name for name in added if name in absent and not _is_loaded(model, name, absent)]
     if missing:
-        children = {name for _, host in patched_hosts(model) for name, _ in host.hyper.named_children()}
+        children = {
+            name for _, host in patched_hosts(model) for name, _ in host.hyper.named_children()
+        }
         mechanisms = ", ".join(sorted(children))
         raise ValueError(
             f"{where} lacks {len(missing)} of the {len(added)} added tensors that its record (config.hyperattn: "
@@ -100,7 +102,11 @@ def suggest_class(model: PreTrainedModel) -> str:
     Whether a prefix LM generates decides what `HsaConfig(tying=None)` means for its layers.
     """
     saved = getattr(model.config, "architectures", None) or [type(model).__name__]
-    return "" if type(model).__name__ in saved else f"load it as {saved[0]}, the class that was saved, or "
+    return (
+        ""
+        if type(model).__name__ in saved
+        else f"load it as {saved[0]}, the class that was saved, or "
+    )
 
 
 def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
@@ -108,7 +114,9 @@ def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
     for config in tree(model.config):
         record = getattr(config, RECORD, None)
         if isinstance(record, dict) and recorded_hosts(config) is None:
-            names = {n for m in read_record(record).mechanisms for n in get_mechanism(m.mechanism).names}
+            names = {
+                n for m in read_record(record).mechanisms for n in get_mechanism(m.mechanism).names
+            }
             if names and not names & {part._attn_implementation for part in tree(config)}:
                 logger.warning(
                     f"config.hyperattn of {where} holds parameters of {min(names)!r}, and the model runs "
@@ -133,8 +141,9 @@ def tensors_of_hosts(model: nn.Module, names: Collection[str]) -> list[str]:
     if not names:
         return []
     mechanism = "|".join(map(re.escape, MECHANISMS))
+    # PEFT keeps copies of a layer under these names.
     copies = (
-        r"(?:original_module\.|base_layer\.|modules_to_save\.[^.]+\.|lora_hyper\.(?:[^.]+\.)?)?"  # as PEFT has them
+        r"(?:original_module\.|base_layer\.|modules_to_save\.[^.]+\.|lora_hyper\.(?:[^.]+\.)?)?"
     )
     added = re.compile(rf"(?:(.*)\.)?hyper\.{copies}(?:{mechanism})\..*")
     matches = [match for name in sorted(names) if (match := added.fullmatch(name))]

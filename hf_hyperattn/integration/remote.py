@@ -49,7 +49,9 @@ class Patched(Stock):
         Raises:
             ValueError: the config does not say what was patched, or names hosts that the model does not have.
         """
-        for part in self.__dict__.pop(REQUESTED):  # some models set the names of their parts from the one at the top
+        for part in self.__dict__.pop(
+            REQUESTED
+        ):  # some models set the names of their parts from the one at the top
             setattr(part, INTERNAL, RUNNING)
         note_all(self)
         resolve_stock(self)
@@ -59,7 +61,9 @@ class Patched(Stock):
         rebuild(self, record)
         for config in all_configs(self):
             if name := saved_name(config):
-                config.attn_implementation = name  # for the next save: Transformers writes no other name
+                config.attn_implementation = (
+                    name  # for the next save: Transformers writes no other name
+                )
         for _, host in patched_hosts(self):
             host.register_forward_pre_hook(stay_patched)
         super().post_init()

@@ -28,7 +28,14 @@ import hub_cards
 from ..config import HyperAttnConfig
 from ..folders import is_interrupted, replace_folder
 from ..registry import MECHANISMS
-from .adapter_config import BASE, describe_adapters, describe_base, hyper_wrappers, in_short, write_config_beside
+from .adapter_config import (
+    BASE,
+    describe_adapters,
+    describe_base,
+    hyper_wrappers,
+    in_short,
+    write_config_beside,
+)
 from .attach import cut_to_depth
 from .checkpoint_config import (
     LOADING,
@@ -99,9 +106,15 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
     if not getattr(self, "peft_config", None) and getattr(self, "hf_quantizer", None) is None:
         check_saved_state_dict(self, state_dict)  # else other tensors are written
     if not patched and is_recorded(self.config):
-        with without_records(self):  # it shares its config with a patched model, or with parts that were one
+        with without_records(
+            self
+        ):  # it shares its config with a patched model, or with parts that were one
             return original(self, save_directory, is_main_process, *args, **kwargs)
-    call = inspect.signature(original).bind(self, save_directory, is_main_process, *args, **kwargs).arguments
+    call = (
+        inspect.signature(original)
+        .bind(self, save_directory, is_main_process, *args, **kwargs)
+        .arguments
+    )
     options = {**call.pop("kwargs", {}), **call}
     del options["self"], options["save_directory"]
     warn_of_unsaved_names(self)
@@ -123,7 +136,10 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
 
 def refuse_wrapped(model: PreTrainedModel) -> None:
     """Raise where a whole model is to be saved while PEFT's wrappers are in it, under names that no load finds."""
-    names = [*hyper_wrappers(model), *((f"{host}.hyper", None) for host, _, _ in hyper_adapters(model))]
+    names = [
+        *hyper_wrappers(model),
+        *((f"{host}.hyper", None) for host, _, _ in hyper_adapters(model)),
+    ]
     for name, _ in names:
         raise ValueError(
             f"{name} is inside PEFT's wrapper, and would be saved under a name that no load finds; save the "
@@ -134,7 +150,9 @@ def refuse_wrapped(model: PreTrainedModel) -> None:
 def warn_of_unsaved_names(model: PreTrainedModel) -> None:
     """Warn where a part runs a name of ours on a config of its own, of which config.json says nothing: T5's encoder."""
     written = {config._attn_implementation for config in tree(model.config)}
-    running = (OURS - {PATCHED, RUNNING}) & {config._attn_implementation for config in all_configs(model)}
+    running = (OURS - {PATCHED, RUNNING}) & {
+        config._attn_implementation for config in all_configs(model)
+    }
     for name in sorted(running - written):
         logger.warning(
             f"a part of {type(model).__name__} runs attn_implementation={name!r}, which its config.json cannot say; "
@@ -174,9 +192,13 @@ def _write_by_all(original, model: PreTrainedModel, target: Path, options: dict)
                 shared[1] = str(error)
         torch.distributed.broadcast_object_list(shared, src=0)
         seen = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(seen, shared[0] is not None and os.path.isdir(shared[0]))
+        torch.distributed.all_gather_object(
+            seen, shared[0] is not None and os.path.isdir(shared[0])
+        )
         if not all(seen):
-            unshared = "not all processes see what the first one makes there; save to a shared file system"
+            unshared = (
+                "not all processes see what the first one makes there; save to a shared file system"
+            )
             why = shared[1] or unshared
             raise OSError(f"{target}: distributed_checkpoint=True cannot save there: {why}")
         original(model, shared[0], **options)
@@ -193,7 +215,11 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
         return original(self, save_directory, *args, **kwargs)
     if any(patched_hosts(base)):
         write_records(base)  # parts of it may have been patched, or unpatched, by themselves
-    names = kwargs.get("selected_adapters") or (args[1] if len(args) > 1 else None) or list(self.peft_config)
+    names = (
+        kwargs.get("selected_adapters")
+        or (args[1] if len(args) > 1 else None)
+        or list(self.peft_config)
+    )
     before_saving_adapters(base, self.peft_config, names)
     call = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
     description = describe_base(base)
@@ -202,7 +228,11 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
     if not call.get("is_main_process", True) or os.path.isfile(save_directory):
         return original(self, save_directory, *args, **kwargs)
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if together and torch.distributed.get_rank() and any(isinstance(p, DTensor) for p in self.parameters()):
+    if (
+        together
+        and torch.distributed.get_rank()
+        and any(isinstance(p, DTensor) for p in self.parameters())
+    ):
         with tempfile.TemporaryDirectory() as nothing_is_kept_here:
             return original(self, nothing_is_kept_here, *args, **kwargs)
     with checkpoint_folder(save_directory, self) as folder:
@@ -221,7 +251,9 @@ def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str
     for name in set(names) & set(configs):
         say_what_runs(base, name, configs[name])
     for name in names:
-        left_out = next((host for host, hyper in not_in_adapter(base, name) if is_trained(hyper)), None)
+        left_out = next(
+            (host for host, hyper in not_in_adapter(base, name) if is_trained(hyper)), None
+        )
         key = f"_hyperattn_warned_of_{name}"
         if left_out is not None and key not in base.__dict__:
             base.__dict__[key] = True
@@ -241,7 +273,9 @@ def say_what_runs(base: PreTrainedModel, name: str, config) -> None:
     cut = cut_to_depth(there, base) if isinstance(there, HyperAttnConfig) else there
     if cut is not there:  # layers were deleted from the model
         there = config.hyperattn = cut or running
-    if not isinstance(there, HyperAttnConfig) or in_short(there, prefix) != in_short(running, prefix):
+    if not isinstance(there, HyperAttnConfig) or in_short(there, prefix) != in_short(
+        running, prefix
+    ):
         logger.warning(
             f"peft_config[{name!r}].hyperattn is not what the model computes: it was changed after the adapter was put "
             "on the model, or layers were moved or deleted. What the model computes is saved; to change that, add an "

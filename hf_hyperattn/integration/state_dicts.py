@@ -53,8 +53,13 @@ def _state_dict(original, self, *args, **kwargs):
     description = None if LOADING.get() else describe_base(self)
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     adapters = {} if LOADING.get() else describe_adapters(self)
-    if (adapters or description is not None) and hasattr(result, "_metadata"):  # a name has no tensor to tell of it
-        noted = {**copy.deepcopy(description or {}), "adapters": {n: c.to_dict() for n, c in adapters.items()}}
+    if (adapters or description is not None) and hasattr(
+        result, "_metadata"
+    ):  # a name has no tensor to tell of it
+        noted = {
+            **copy.deepcopy(description or {}),
+            "adapters": {n: c.to_dict() for n, c in adapters.items()},
+        }
         result._metadata.setdefault(prefix[:-1], {})[NOTED] = noted
     return result
 
@@ -200,13 +205,17 @@ def warn_of_config(model: nn.Module, source: str | os.PathLike, **hub) -> None:
     name = json.dumps(config.get("attn_implementation"))
     if any(json.dumps(known) in name for known in OURS):
         saved = {key: config.get(key) for key in ("attn_implementation", RECORD, "model_type")}
-        warn_of_saved(model, saved, f"the model saved in {folder}", "load that one with from_pretrained")
+        warn_of_saved(
+            model, saved, f"the model saved in {folder}", "load that one with from_pretrained"
+        )
 
 
 def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
     """Warn where a state dict's model ran another attention of ours than the model that took the tensors."""
     metadata = getattr(state_dict, "_metadata", {})
-    saved = next((facts[NOTED] for facts in metadata.values() if NOTED in facts), None)  # the outermost model's
+    saved = next(
+        (facts[NOTED] for facts in metadata.values() if NOTED in facts), None
+    )  # the outermost model's
     if saved is None:
         return
     warn_of_saved(model, saved, "the model of this state dict", "patch it as that one was")
@@ -214,7 +223,9 @@ def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     there, prefix = saved.get("adapters", {}), getattr(base, "base_model_prefix", "")
     for name, config in describe_adapters(base).items():
-        if name in there and in_short(HyperAttnConfig.from_dict(there[name]), prefix) != in_short(config, prefix):
+        if name in there and in_short(HyperAttnConfig.from_dict(there[name]), prefix) != in_short(
+            config, prefix
+        ):
             logger.warning(
                 f"adapter {name!r} of {type(base).__name__} took the parameters of one with another patch: it computes "
                 "something else; make it with the HyperLoraConfig that the state dict's model has"
@@ -248,7 +259,9 @@ def check_saved_state_dict(model: PreTrainedModel, state_dict: dict | None) -> N
         return
     names = {plain_name(name) for name in state_dict}
     added = {plain_name(name) for name in added_tensors(model)}
-    tied = {plain_name(n): plain_name(s) for n, s in getattr(model, "all_tied_weights_keys", {}).items()}
+    tied = {
+        plain_name(n): plain_name(s) for n, s in getattr(model, "all_tied_weights_keys", {}).items()
+    }
     missing = sorted(name for name in added - names if tied.get(name) not in names)
     strange = tensors_of_hosts(model, names - added)
     if missing or strange:
@@ -262,4 +275,6 @@ def check_saved_state_dict(model: PreTrainedModel, state_dict: dict | None) -> N
 
 def plain_name(name: str) -> str:
     """The name of a tensor without the parts that wrappers put into it."""
-    return re.sub(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|original_module)\.", "", name)
+    return re.sub(
+        r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|original_module)\.", "", name
+    )

@@ -50,13 +50,23 @@ def find_own_function(function: Any, depth: int = DEPTH) -> Callable | None:
     """
     innermost = function.func if isinstance(function, partial) else function
     # `functools.wraps` copies the module's name, but not the globals.
-    if isinstance(innermost, FunctionType) and innermost.__globals__["__name__"].startswith("transformers."):
+    if isinstance(innermost, FunctionType) and innermost.__globals__["__name__"].startswith(
+        "transformers."
+    ):
         return function
     if depth == 0 or not callable(innermost):
         return None
-    inside = [innermost, getattr(innermost, "__wrapped__", None), getattr(innermost, "__func__", None)]
+    inside = [
+        innermost,
+        getattr(innermost, "__wrapped__", None),
+        getattr(innermost, "__func__", None),
+    ]
     inside += getattr(function, "args", ())
-    inside += [cell.cell_contents for cell in getattr(innermost, "__closure__", None) or () if cell != EMPTY_CELL]
+    inside += [
+        cell.cell_contents
+        for cell in getattr(innermost, "__closure__", None) or ()
+        if cell != EMPTY_CELL
+    ]
     if not isinstance(innermost, FunctionType | type):
         inside += getattr(innermost, "__dict__", {}).values()
     candidates = (part for part in inside if callable(part) and part is not function)
@@ -113,7 +123,9 @@ def marked(config) -> bool:
 def stock_name(config) -> str:
     """The implementation from before, or "sdpa" where this machine does not have it."""
     name = getattr(config, STOCK, "sdpa")
-    known = isinstance(name, str) and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys())
+    known = isinstance(name, str) and (
+        name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    )
     return name if known and name not in OURS else "sdpa"
 
 
@@ -147,8 +159,12 @@ def find_eager(classes: Iterable[type]) -> None:
     some have none.
     """
     for cls in set(classes) - EAGER.keys():
-        named = [(f.__globals__, name) for f in interface_callers(cls) for name in f.__code__.co_names]
-        eager = [known[name] for known, name in named if "eager" in name and callable(known.get(name))]
+        named = [
+            (f.__globals__, name) for f in interface_callers(cls) for name in f.__code__.co_names
+        ]
+        eager = [
+            known[name] for known, name in named if "eager" in name and callable(known.get(name))
+        ]
         if eager:
             EAGER[cls] = eager[0]
 

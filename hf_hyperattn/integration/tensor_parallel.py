@@ -98,7 +98,9 @@ def run_layer(layer: MechanismLayer, heads: RankHeads, everything: bool, plan: P
     parameters = {}
     for name, parameter in layer.named_parameters():
         tensor = with_summed_gradient(parameter, heads)
-        parameters[name] = tensor if everything or name in layer.for_all_heads else heads.rows(tensor)
+        parameters[name] = (
+            tensor if everything or name in layer.for_all_heads else heads.rows(tensor)
+        )
     return functional_call(layer, parameters, (plan,)) if parameters else layer(plan)
 
 
@@ -126,7 +128,10 @@ def of_all_heads(call: HostCall, heads: RankHeads) -> HostCall:
         key=gathered(call.key, 1, heads),
         value=gathered(call.value, 1, heads),
         options=replace(
-            options, mask=whole(options.mask, -3), bias=whole(options.bias, -3), sinks=whole(options.sinks, -1)
+            options,
+            mask=whole(options.mask, -3),
+            bias=whole(options.bias, -3),
+            sinks=whole(options.sinks, -1),
         ),
         heads=None,
     )
@@ -136,5 +141,7 @@ def gathered(tensor: Tensor, axis: int, heads: RankHeads) -> Tensor:
     """The parts of all ranks beside each other; each rank's gradient for every part is summed where the part is."""
     if tensor.dtype == torch.bool:
         return gathered(tensor.byte(), axis, heads).bool()
-    parts = DTensor.from_local(tensor.contiguous(), heads.mesh, [Shard(axis % tensor.dim())], run_check=False)
+    parts = DTensor.from_local(
+        tensor.contiguous(), heads.mesh, [Shard(axis % tensor.dim())], run_check=False
+    )
     return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

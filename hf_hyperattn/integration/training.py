@@ -69,7 +69,9 @@ def lora_config(
     )
 
 
-def parameter_groups(model: nn.Module, lr: float, hyper_lr: float, weight_decay: float = 0.0) -> list[dict]:
+def parameter_groups(
+    model: nn.Module, lr: float, hyper_lr: float, weight_decay: float = 0.0
+) -> list[dict]:
     """Groups of the trainable parameters for a torch optimizer; what a patch added has a group of its own.
 
     Zero is where added parameters change nothing, so they are not decayed; and they are few and start at zero, so they
@@ -89,7 +91,11 @@ def parameter_groups(model: nn.Module, lr: float, hyper_lr: float, weight_decay:
         ValueError: the model is not patched, nothing in it is trainable, or a rate is not a number from 0.
     """
     for name, value in (("lr", lr), ("hyper_lr", hyper_lr), ("weight_decay", weight_decay)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value < float("inf")
+        ):
             raise ValueError(f"{name}={value!r} is not allowed; allowed: finite numbers from 0")
     added = hyper_parameters(model)
     decayed = set(trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], UNDECAYED))
@@ -104,7 +110,9 @@ def parameter_groups(model: nn.Module, lr: float, hyper_lr: float, weight_decay:
             groups[kind]["params"].append(parameter)
     trainable = [{**group, "name": name} for name, group in groups.items() if group["params"]]
     if not trainable:
-        raise ValueError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter; set requires_grad on some"
+        )
     return trainable
 
 
@@ -158,7 +166,9 @@ def task_of(base: nn.Module) -> str | None:
     """PEFT's task type for a model class, None where it has none."""
     name = type(base).__name__
     for task, mapping in TASKS.items():
-        if any(name in ((known,) if isinstance(known, str) else known) for known in mapping.values()):
+        if any(
+            name in ((known,) if isinstance(known, str) else known) for known in mapping.values()
+        ):
             return task
     return None
 
@@ -195,5 +205,7 @@ def gates_of(model: nn.Module) -> dict[str, float]:
                 whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 label = name.removesuffix(".gate")
                 values = whole.detach().flatten().tolist()
-                gates |= {f"gates/{host}/{label}/head_{head}": value for head, value in enumerate(values)}
+                gates |= {
+                    f"gates/{host}/{label}/head_{head}": value for head, value in enumerate(values)
+                }
     return gates

@@ -55,14 +55,22 @@ def check_parts(model: PreTrainedModel, name: str, configs: Sequence | None = No
     """
     looked_at = None if configs is None else set(map(id, configs))
     for part in model.modules():
-        if isinstance(part, PreTrainedModel) and (looked_at is None or id(part.config) in looked_at):
-            if part.config.model_type in UNHONOURED or (not has_hosts(part) and has_attention(part)):
+        if isinstance(part, PreTrainedModel) and (
+            looked_at is None or id(part.config) in looked_at
+        ):
+            if part.config.model_type in UNHONOURED or (
+                not has_hosts(part) and has_attention(part)
+            ):
                 raise unsupported(part.config.model_type, name)
 
 
 def check_config(model: PreTrainedModel, config: Any, name: str) -> None:
     """Raise if the parts of `model` that run on a sub-config have no host, though `name` is set for just them."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    parts = [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and part.config is config
+    ]
     if parts and not any(map(has_hosts, parts)):
         raise unsupported(config.model_type, name)
 

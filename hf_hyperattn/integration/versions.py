@@ -14,7 +14,11 @@ from packaging.version import Version
 logger = logging.getLogger("hf_hyperattn")
 
 #: The oldest and the newest version that the tests ran with. Raise the newest once `make test-newest` passes with it.
-TESTED = {"torch": ("2.11.0", "2.14.1"), "transformers": ("5.17.0", "5.24.0"), "peft": ("0.21.0", "0.21.2")}
+TESTED = {
+    "torch": ("2.11.0", "2.14.1"),
+    "transformers": ("5.17.0", "5.24.0"),
+    "peft": ("0.21.0", "0.21.2"),
+}
 
 
 def name_tested(*packages: str) -> str:
@@ -29,7 +33,11 @@ def warn_of_newer_versions() -> None:
     Called when a model is first patched or first runs by a name, not at import time.
     """
     # Local parts ("+cpu") and pre-releases of a tested version count as that version.
-    newer = [name for name, (_, newest) in TESTED.items() if Version(version(name)).release > Version(newest).release]
+    newer = [
+        name
+        for name, (_, newest) in TESTED.items()
+        if Version(version(name)).release > Version(newest).release
+    ]
     if newer:
         logger.warning(
             "hf_hyperattn has not been tested with %s; patched models may compute something else without an error. "

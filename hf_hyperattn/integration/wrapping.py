@@ -24,16 +24,41 @@ logger = logging.getLogger("hf_hyperattn")
 WRAPPED = "_hyperattn_wrapped"
 #: What is wrapped, or relied on by name, without `wrap`: module, class, method and the parameters it is called with.
 RELIED_ON = (
-    ("transformers.utils.hub", "PushToHubMixin", "_upload_modified_files", ("working_dir", "repo_id")),
+    (
+        "transformers.utils.hub",
+        "PushToHubMixin",
+        "_upload_modified_files",
+        ("working_dir", "repo_id"),
+    ),
     ("transformers.utils.hub", "PushToHubMixin", "push_to_hub", ("repo_id",)),
     ("transformers", "PreTrainedModel", "should_save_on_this_rank", ("is_main_process",)),
-    ("transformers", "PreTrainedModel", "barrier_after_gathered_checkpoint_save", ("distributed_config",)),
+    (
+        "transformers",
+        "PreTrainedModel",
+        "barrier_after_gathered_checkpoint_save",
+        ("distributed_config",),
+    ),
     ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter", ("model", "adapter_name")),
     ("peft", "LoraModel", "_replace_module", ("parent", "child_name", "new_module", "child")),
-    ("peft", "LoraModel", "_unload_and_optionally_merge", ("merge", "progressbar", "safe_merge", "adapter_names")),
+    (
+        "peft",
+        "LoraModel",
+        "_unload_and_optionally_merge",
+        ("merge", "progressbar", "safe_merge", "adapter_names"),
+    ),
     ("peft", "LoraModel", "_enable_peft_forward_hooks", ()),
-    ("peft", "LoraModel", "_get_adapter_state_dict", ("model", "config", "adapter_name", "state_dict")),
-    ("peft", "LoraModel", "_remap_adapter_state_dict_for_load", ("model", "config", "adapter_name", "state_dict")),
+    (
+        "peft",
+        "LoraModel",
+        "_get_adapter_state_dict",
+        ("model", "config", "adapter_name", "state_dict"),
+    ),
+    (
+        "peft",
+        "LoraModel",
+        "_remap_adapter_state_dict_for_load",
+        ("model", "config", "adapter_name", "state_dict"),
+    ),
     ("peft", "LoraModel", "_remove_adapter_name_from_key", ("key", "adapter_name")),
 )
 #: Sentences about what has changed.
@@ -97,7 +122,10 @@ def check(owner: Any, name: str, expected: list[inspect.Parameter]) -> None:
 def warn_of_changes() -> None:
     """One warning that names what has changed in Transformers and PEFT, and the versions."""
     for module, cls, name, parameters in RELIED_ON:
-        made = [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in ("self", *parameters)]
+        made = [
+            inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for p in ("self", *parameters)
+        ]
         rest = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)
         check(getattr(import_module(module), cls), name, [*made, rest])
     if changes:

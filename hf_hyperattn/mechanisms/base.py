@@ -169,7 +169,9 @@ class Plan:
         """The plan with these fields in place of its own."""
         return replace(self, **changes)
 
-    def run(self, backend: str | None = None, weights: bool = False) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, backend: str | None = None, weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """The output [B, H, N, dv] in the query's dtype, and the weights where asked for.
 
         Args:
@@ -219,10 +221,14 @@ class MechanismLayer(nn.Module):
     #: The parameters that a layer which mixes no heads needs for all heads all the same.
     for_all_heads: tuple[str, ...] = ()
 
-    def __init__(self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None):
+    def __init__(
+        self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None
+    ):
         super().__init__()
         self.config, self.mode, self.heads = config, mode, heads
-        self.warned: set[str] = set()  # what the user was warned of; one set for all layers of a patched model
+        self.warned: set[str] = (
+            set()
+        )  # what the user was warned of; one set for all layers of a patched model
 
     def forward(self, plan: Plan) -> Plan:
         """The changed plan; the very same plan where the layer changes nothing and nothing is to be learned."""

@@ -56,7 +56,9 @@ def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is of type {type(value).__name__}; allowed: a tensor")
     if value.layout is not torch.strided:
-        raise ValueError(f"{name} has layout {value.layout}; allowed: a dense tensor, torch.strided")
+        raise ValueError(
+            f"{name} has layout {value.layout}; allowed: a dense tensor, torch.strided"
+        )
     if value.is_complex():
         raise ValueError(f"{name} has dtype {value.dtype}; allowed: real numbers")
 
@@ -65,7 +67,11 @@ def check_number(name: str, value: object, least: float = -LARGEST) -> None:
     """`value` is a finite number from `least`, a key of `ALLOWED`."""
     if isinstance(value, torch.SymInt | torch.SymFloat):  # traced
         return
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not least <= value <= LARGEST
+    ):
         refuse(name, value, ALLOWED[least])
 
 
@@ -74,13 +80,19 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> No
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, t)
         if t.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; allowed: 4 axes, [batch, heads, length, dim]")
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}; allowed: 4 axes, [batch, heads, length, dim]"
+            )
         if not t.is_floating_point():
             raise ValueError(f"{name} has dtype {t.dtype}; allowed: floating point")
         if t.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} has batch size {t.shape[0]}, query has {query.shape[0]}; they must be equal")
+            raise ValueError(
+                f"{name} has batch size {t.shape[0]}, query has {query.shape[0]}; they must be equal"
+            )
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"key has dim {key.shape[-1]}, query has {query.shape[-1]}; they must be equal")
+        raise ValueError(
+            f"key has dim {key.shape[-1]}, query has {query.shape[-1]}; they must be equal"
+        )
     if query.shape[-1] < 2:
         raise ValueError(f"query has dim {query.shape[-1]}; allowed: at least 2")
     _check_heads(query, key, enable_gqa)
@@ -96,9 +108,13 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> No
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
-        raise ValueError(f"key has {kv_heads} heads, query has {heads}; allowed: equal numbers, or enable_gqa=True")
+        raise ValueError(
+            f"key has {kv_heads} heads, query has {heads}; allowed: equal numbers, or enable_gqa=True"
+        )
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"key has {kv_heads} heads, query has {heads}; allowed: a number that divides the query's")
+        raise ValueError(
+            f"key has {kv_heads} heads, query has {heads}; allowed: a number that divides the query's"
+        )
 
 
 def check_dropout(dropout_p: float) -> None:
@@ -111,7 +127,9 @@ def check_dropout(dropout_p: float) -> None:
 def check_choice(name: str, value: object, choices: tuple) -> None:
     """`value` is one of `choices`."""
     if not (value is None or isinstance(value, str)) or value not in choices:
-        raise ValueError(f"{name}={short(value)} is unknown; allowed: {', '.join(map(repr, choices))}")
+        raise ValueError(
+            f"{name}={short(value)} is unknown; allowed: {', '.join(map(repr, choices))}"
+        )
 
 
 def check_host(mechanism: str, host: Host | None, *dims: str) -> Any:
@@ -121,7 +139,9 @@ def check_host(mechanism: str, host: Host | None, *dims: str) -> Any:
         ValueError: the mechanism is used by name, or nothing tells a dim.
     """
     if host is None:
-        raise ValueError(f"{mechanism} has parameters to learn; allowed: patch_model or convert, not a name")
+        raise ValueError(
+            f"{mechanism} has parameters to learn; allowed: patch_model or convert, not a name"
+        )
     for dim in dims:
         if getattr(host, dim) is None:
             raise ValueError(
@@ -131,7 +151,9 @@ def check_host(mechanism: str, host: Host | None, *dims: str) -> Any:
     return host
 
 
-def check_parameter(name: str, value: float | Tensor, heads: int, like: Tensor, least: float = SMALLEST) -> Tensor:
+def check_parameter(
+    name: str, value: float | Tensor, heads: int, like: Tensor, least: float = SMALLEST
+) -> Tensor:
     """A number from `least`, or one per query head, as a tensor [1] or [H] on the device of `like`."""
     if not isinstance(value, Tensor):
         check_number(name, value, least)

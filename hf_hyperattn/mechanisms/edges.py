@@ -12,7 +12,12 @@ from .checks import check_call, check_tensor
 
 
 def edge_attention(
-    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, scores: Callable[..., Tensor] | None = None, **options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Tensor,
+    scores: Callable[..., Tensor] | None = None,
+    **options,
 ) -> Tensor:
     """Every node attends to those that have an edge to it: time and memory grow with the edges, not with all pairs.
 
@@ -37,7 +42,9 @@ def edge_attention(
     for name, rows in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, rows)
         if rows.dim() != 3:
-            raise ValueError(f"{name} has shape {tuple(rows.shape)}; allowed: 3 axes, [nodes, heads, dim]")
+            raise ValueError(
+                f"{name} has shape {tuple(rows.shape)}; allowed: 3 axes, [nodes, heads, dim]"
+            )
     _check_edges(edges, len(query), len(key), len(value))
     q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
     check_call(q, k, v, enable_gqa=False)
@@ -45,7 +52,10 @@ def edge_attention(
     # sums over many edges, and those of the gradients, lose in half precision what they add
     dtype, out_dtype = working_dtype(query, key, value), value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    pairs = query[target][:, :, None], key[source][:, :, None]  # an edge is a call with one query and one key
+    pairs = (
+        query[target][:, :, None],
+        key[source][:, :, None],
+    )  # an edge is a call with one query and one key
     logits = (_dot_product if scores is None else scores)(*pairs, **options)[..., 0, 0].to(dtype)
     nodes = target[:, None].expand_as(logits)
     most = logits.detach().new_full((len(query), logits.shape[1]), -torch.inf)
@@ -64,7 +74,9 @@ def _check_edges(edges: Tensor, targets: int, sources: int, values: int) -> None
     """Two rows of numbers of nodes."""
     check_tensor("edges", edges)
     if edges.dim() != 2 or edges.shape[0] != 2 or edges.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"edges has shape {tuple(edges.shape)}, {edges.dtype}; allowed: integers [2, edges]")
+        raise ValueError(
+            f"edges has shape {tuple(edges.shape)}, {edges.dtype}; allowed: integers [2, edges]"
+        )
     if values != sources:
         raise ValueError(f"value has {values} nodes, key has {sources}; they must be equal")
     for row, (name, count) in zip(edges, (("key", sources), ("query", targets))):

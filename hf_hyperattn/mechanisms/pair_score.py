@@ -70,7 +70,10 @@ class Definition:
         """The function of tensors in the order of a `Term`."""
         known = {"dot": dot, "squared_distance": squared_distance}
         for prefix, names, numbers in zip(SIDES, self.sides, (row, column), strict=True):
-            known |= {prefix + n: x.detach() if n == "position" else x for n, x in zip(names, numbers, strict=True)}
+            known |= {
+                prefix + n: x.detach() if n == "position" else x
+                for n, x in zip(names, numbers, strict=True)
+            }
         values = dict(zip(self.parameters, head, strict=False))
         values |= {n: values[n].detach() for n in self.constants}
         out = self.function(**{n: known[n] for n in self.reads}, **values)
@@ -146,7 +149,9 @@ class Dense(torch.autograd.Function):
         d_squared: Any = None if squared is None else others.pop()
         gradients = [d_dot, d_squared, *(g for part in others for g in part)]
         shapes = [None if t is None else t.shape for t in (dot, squared, *numbers)]
-        return None, *(None if g is None else g.sum_to_size(s) for g, s in zip(gradients, shapes, strict=True))
+        return None, *(
+            None if g is None else g.sum_to_size(s) for g, s in zip(gradients, shapes, strict=True)
+        )
 
 
 class PairSpace(NamedTuple):
@@ -172,16 +177,33 @@ class PairSpace(NamedTuple):
             [self.statistic(name, x, root, heads, p, dtype) for name in names]
             for x, names, p in zip((query, key), d.sides, positions, strict=True)
         )
-        numbers = [*(self.values[name] for name in d.parameters), *[root] * ("square" in d.sides[0])]
+        numbers = [
+            *(self.values[name] for name in d.parameters),
+            *[root] * ("square" in d.sides[0]),
+        ]
         on: Any = dict(dtype=dtype, device=query.device)
-        head = [x.to(**on).expand(heads) if isinstance(x, Tensor) else torch.full((heads,), x, **on) for x in numbers]
+        head = [
+            x.to(**on).expand(heads) if isinstance(x, Tensor) else torch.full((heads,), x, **on)
+            for x in numbers
+        ]
         dense = partial(self.logits, query, key, row, column, head)
         points = partial(self.points, query, key, dtype) if "square" in d.sides[0] else None
         term = TERMS[d.name]
-        made = ScoreTerm(term, dense, tuple(row), tuple(column), tuple(head), gate=gate, capped=capped, points=points)
+        made = ScoreTerm(
+            term,
+            dense,
+            tuple(row),
+            tuple(column),
+            tuple(head),
+            gate=gate,
+            capped=capped,
+            points=points,
+        )
         return PairScore(query, key, (made,), self.scale)
 
-    def statistic(self, name: str, x: Tensor, root: float, heads: int, positions: Tensor | None, dtype) -> Tensor:
+    def statistic(
+        self, name: str, x: Tensor, root: float, heads: int, positions: Tensor | None, dtype
+    ) -> Tensor:
         """Numbers [B, H, L] of vectors [B, H, L, d] times `root`."""
         if name == "position":
             assert positions is not None
@@ -194,7 +216,9 @@ class PairSpace(NamedTuple):
         vectors = {n: self.values[n] for n in vectors_of(function)}
         if vectors:
             x = repeat_heads(x, heads)
-            vectors = {n: v[:, None].to(dtype) if isinstance(v, Tensor) else v for n, v in vectors.items()}
+            vectors = {
+                n: v[:, None].to(dtype) if isinstance(v, Tensor) else v for n, v in vectors.items()
+            }
         return function(x.to(dtype) * root, **vectors).to(dtype)
 
     def points(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Points:
@@ -205,7 +229,11 @@ class PairSpace(NamedTuple):
     def logits(self, query, key, row, column, head) -> Tensor:
         """[B, H, N, M] by the function itself, with distances from differences."""
         term: Any = TERMS[self.definition.name]
-        heads, dtype, root = query.shape[1], row[0].dtype if row else working_dtype(query, key), self.scale**0.5
+        heads, dtype, root = (
+            query.shape[1],
+            row[0].dtype if row else working_dtype(query, key),
+            self.scale**0.5,
+        )
         q, k = query.to(dtype) * root, repeat_heads(key.to(dtype), heads) * root
         squared = euclidean(q, k).square() if "square" in self.definition.sides[0] else None
         rows = [x[..., :, None] for x in row]

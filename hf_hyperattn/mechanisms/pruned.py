@@ -64,9 +64,18 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
     """
     ids, keys, cache = call.keywords.get("position_ids"), call.key.shape[2], call.cache
     queries, mask = call.query.shape[2], call.options.mask
-    if ids is None or not call.is_causal or call.first.index is None or (queries == keys and cache is None):
+    if (
+        ids is None
+        or not call.is_causal
+        or call.first.index is None
+        or (queries == keys and cache is None)
+    ):
         return
-    if ids.dim() != 2 or ids.shape[1] != queries or not can_read(ids, mask, call.first.attention_mask):
+    if (
+        ids.dim() != 2
+        or ids.shape[1] != queries
+        or not can_read(ids, mask, call.first.attention_mask)
+    ):
         return
     # Ids made in inference mode have no version; the model makes new ones for every call.
     version = None if ids.is_inference() else ids._version
@@ -123,11 +132,15 @@ def find_shift(places: Places, ids: Tensor) -> int:
     slot = 0 if places.real is None else int(places.real[0, : ids.shape[1]].int().argmax())
     first = int(ids[0, slot])
     by_slots, by_tokens = first - slot, first
-    shifts = (shift for shift in (by_slots, by_tokens) if find_disagreeing(places, ids, 0, shift) is None)
+    shifts = (
+        shift for shift in (by_slots, by_tokens) if find_disagreeing(places, ids, 0, shift) is None
+    )
     return next(shifts, 0)
 
 
-def find_disagreeing(places: Places, ids: Tensor, start: int, shift: int = 0) -> tuple[int, int] | None:
+def find_disagreeing(
+    places: Places, ids: Tensor, start: int, shift: int = 0
+) -> tuple[int, int] | None:
     """Return the position id of a query that stands elsewhere, and the tokens before it; None if there is none.
 
     Args:
@@ -150,4 +163,6 @@ def find_disagreeing(places: Places, ids: Tensor, start: int, shift: int = 0) ->
         if not bool(wrong.any()):
             return None
     row, query = wrong.nonzero()[0].tolist()
-    return int(ids.expand(len(wrong), -1)[row, query]), int(numbers.expand(len(wrong), -1)[row, query])
+    return int(ids.expand(len(wrong), -1)[row, query]), int(
+        numbers.expand(len(wrong), -1)[row, query]
+    )

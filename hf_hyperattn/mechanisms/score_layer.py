@@ -39,7 +39,9 @@ class ScoreLayer(MechanismLayer):
     space_of: Callable
     gate: nn.Parameter | None
 
-    def __init__(self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None):
+    def __init__(
+        self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None
+    ):
         super().__init__(config, host, mode, heads)
         for name in self.gates:
             setattr(self, name, self.per_head(host) if mode == "blend" else None)
@@ -49,15 +51,28 @@ class ScoreLayer(MechanismLayer):
     def forward(self, plan: Plan) -> Plan:
         gate, call = self.gate, plan.call
         if gate is not None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            plain = type(gate) is nn.Parameter and not gate.is_meta and not is_functorch_wrapped_tensor(gate)
+            plain = (
+                type(gate) is nn.Parameter
+                and not gate.is_meta
+                and not is_functorch_wrapped_tensor(gate)
+            )
             quiet = not torch.is_grad_enabled() or not self.learns()
-            if quiet and (plain or can_read(gate)) and not gate.any() and (len(self.gates) == 1 or self.identical()):
+            if (
+                quiet
+                and (plain or can_read(gate))
+                and not gate.any()
+                and (len(self.gates) == 1 or self.identical())
+            ):
                 return plan
         query, key, score = call.query, call.key, plan.score
         dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
         if torch.is_grad_enabled() and dtype not in (query.dtype, key.dtype):
             query, key = upcast_for_grad(query), upcast_for_grad(key)
-            if len(score.terms) == 1 and score.raw_query is call.query and score.raw_key is call.key:
+            if (
+                len(score.terms) == 1
+                and score.raw_query is call.query
+                and score.raw_key is call.key
+            ):
                 score = dot_score(query, key, call.scale)
         numbers = []
         for name in self.learned:

@@ -88,7 +88,9 @@ class PairLayer(ScoreLayer):
         d, total = config.definition, call.query.shape[1] if rank is None else rank.total
         if not call.scale > 0:
             where = "this layer" if self.host is None else self.host.name
-            raise ValueError(f"{config.mechanism} is a score of scaled vectors, and {where} has scale {call.scale}")
+            raise ValueError(
+                f"{config.mechanism} is a score of scaled vectors, and {where} has scale {call.scale}"
+            )
         for name in d.parameters:
             value: Any = getattr(config, name)
             if isinstance(value, tuple):
@@ -102,7 +104,9 @@ class PairLayer(ScoreLayer):
             values[name] = value
         for name in d.vectors:
             moved = getattr(self, f"added_{name}")
-            values[name] = getattr(config, name) if moved is None else getattr(config, name) + moved.to(dtype)
+            values[name] = (
+                getattr(config, name) if moved is None else getattr(config, name) + moved.to(dtype)
+            )
         positions = of_call(call, self.host, d.name) if d.reads_positions else None
         return PairSpace(d, values, call.scale, positions)
 
@@ -126,7 +130,9 @@ class ScoreConfig(MechanismConfig):
     else:
 
         def __new__(cls, score="", **parameters):
-            return super().__new__(config_of(score) if cls is ScoreConfig else cls, score=score, **parameters)
+            return super().__new__(
+                config_of(score) if cls is ScoreConfig else cls, score=score, **parameters
+            )
 
     def __post_init__(self):
         d = self.definition
@@ -139,7 +145,9 @@ class ScoreConfig(MechanismConfig):
                 for number in value:
                     check_number(f"ScoreConfig.{name}", number)
                 if not value or (name in d.learned and 0 in value and any(value)):
-                    self._refuse(name, "a number, or one for every query head, not 0 for some of them alone")
+                    self._refuse(
+                        name, "a number, or one for every query head, not 0 for some of them alone"
+                    )
         super().__post_init__()
 
     def __reduce__(self):
@@ -149,7 +157,10 @@ class ScoreConfig(MechanismConfig):
         """As every config, and where the score is defined, and the hash of its formula."""
         values = super().to_dict()
         del values["score"]
-        return values | {"defined_in": self.definition.defined_in, "formula": self.definition.formula}
+        return values | {
+            "defined_in": self.definition.defined_in,
+            "formula": self.definition.formula,
+        }
 
     @classmethod
     def checked_record(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +194,11 @@ def config_of(name: object) -> type[ScoreConfig]:
     Raises:
         ValueError: no score has that name.
     """
-    if isinstance(name, str) and name in MECHANISMS and issubclass(MECHANISMS[name].config, ScoreConfig):
+    if (
+        isinstance(name, str)
+        and name in MECHANISMS
+        and issubclass(MECHANISMS[name].config, ScoreConfig)
+    ):
         return MECHANISMS[name].config
     known = sorted(n for n, m in MECHANISMS.items() if issubclass(m.config, ScoreConfig))
     raise ValueError(
@@ -239,7 +254,15 @@ def score(
         start, cross_attention = config(name), not d.reads_positions
         register_term(make_term(d))
         register(
-            Mechanism(name, "score", paper, config, PairLayer, names={name: start}, cross_attention=cross_attention)
+            Mechanism(
+                name,
+                "score",
+                paper,
+                config,
+                PairLayer,
+                names={name: start},
+                cross_attention=cross_attention,
+            )
         )
         return function
 
@@ -248,15 +271,30 @@ def score(
 
 def make_config(d: Definition) -> type[ScoreConfig]:
     """The config class, with a field for each parameter."""
-    fields: list[Any] = [("score", str, option(d.name, "the name that the score is registered under"))]
+    fields: list[Any] = [
+        ("score", str, option(d.name, "the name that the score is registered under"))
+    ]
     for name, value in d.parameters.items():
         what = "constant" if name in d.constants else "where the parameter starts"
-        fields.append((name, Any, option(value, f"{what}: a number, or one for every head", types=(float, tuple))))
+        fields.append(
+            (
+                name,
+                Any,
+                option(value, f"{what}: a number, or one for every head", types=(float, tuple)),
+            )
+        )
     for name, value in d.vectors.items():
         fields.append((name, float, option(value, "where all numbers of the vector start")))
     about = inspect.getdoc(d.function) or f"The score {d.name}."
-    namespace = {"mechanism": d.name, "definition": d, "__doc__": about, "__module__": d.function.__module__}
-    return make_dataclass("ScoreConfig", fields, bases=(ScoreConfig,), frozen=True, namespace=namespace)
+    namespace = {
+        "mechanism": d.name,
+        "definition": d,
+        "__doc__": about,
+        "__module__": d.function.__module__,
+    }
+    return make_dataclass(
+        "ScoreConfig", fields, bases=(ScoreConfig,), frozen=True, namespace=namespace
+    )
 
 
 def already_registered(d: Definition) -> bool:
@@ -275,22 +313,34 @@ def already_registered(d: Definition) -> bool:
             f"score {d.name!r} is registered already, by {other.defined_in} with another formula or other starting "
             "values; give one of them another name, or start Python anew"
         )
-    if there is not None or d.name in TERMS or d.name in ("eager", *AttentionInterface().valid_keys()):
+    if (
+        there is not None
+        or d.name in TERMS
+        or d.name in ("eager", *AttentionInterface().valid_keys())
+    ):
         raise ValueError(f"score {d.name!r} has a name that is taken; choose another one")
     return False
 
 
-def define(name: str, function: Callable[..., Tensor], statistics: Mapping[str, Callable[..., Tensor]]) -> Definition:
+def define(
+    name: str, function: Callable[..., Tensor], statistics: Mapping[str, Callable[..., Tensor]]
+) -> Definition:
     """A checked definition."""
     owner = f"score {short(name)}"
-    if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name) or any(r in name for r in RESERVED):
+    if (
+        not isinstance(name, str)
+        or not re.fullmatch("[a-z][a-z0-9_]*", name)
+        or any(r in name for r in RESERVED)
+    ):
         raise ValueError(
             f"{owner} is no name; allowed: lower-case letters, digits and underscores, without {', '.join(RESERVED)}"
         )
     kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
-    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY} & {
-        *kinds.values()
-    }:
+    if {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.POSITIONAL_ONLY,
+    } & {*kinds.values()}:
         raise ValueError(
             f"{owner} takes *, ** or positional-only arguments; allowed: arguments that name what it reads"
         )
@@ -313,7 +363,9 @@ def define(name: str, function: Callable[..., Tensor], statistics: Mapping[str, 
     vectors: dict[str, float] = {}
     for key, statistic in statistics.items():
         if not key.isidentifier() or key in ("norm", "position", "square"):
-            raise ValueError(f"{owner} has a statistic {key!r}; allowed: other names than norm, position, square")
+            raise ValueError(
+                f"{owner} has a statistic {key!r}; allowed: other names than norm, position, square"
+            )
         if not any(side + key in reads for side in SIDES):
             raise ValueError(
                 f"{owner} does not read its statistic {key!r}; take query_{key} or key_{key}, or leave it out"
@@ -327,7 +379,10 @@ def define(name: str, function: Callable[..., Tensor], statistics: Mapping[str, 
             )
         vectors |= own  # type: ignore[arg-type]
     square = ("square",) * ("squared_distance" in reads)
-    sides = tuple(square + tuple(n.removeprefix(p) for n in reads if n.startswith(p) and n not in PAIR) for p in SIDES)
+    sides = tuple(
+        square + tuple(n.removeprefix(p) for n in reads if n.startswith(p) and n not in PAIR)
+        for p in SIDES
+    )
     constants = {n: v for n, v in defaults.items() if kinds[n] == inspect.Parameter.KEYWORD_ONLY}
     learned = {n: v for n, v in defaults.items() if n not in constants}
     d = Definition(name, function, dict(statistics), reads, sides, learned, constants, vectors)  # type: ignore[arg-type]
@@ -354,19 +409,31 @@ def formula_of(d: Definition) -> str:
     t = trace(make_term(d))
     owner, leaves = f"score {d.name!r}", {n for n in ancestors([t.logit]) if n.op in LEAVES}
     if not any(n.op in ("dot", "squared_distance", "column") for n in leaves):
-        raise ValueError(f"{owner} does not depend on the key, so that it changes nothing; read the key, or the pair")
-    slopes = {n for n, slope in gradients((t.logit, None, t.graph.node("local", value=GRAD))).items()}
+        raise ValueError(
+            f"{owner} does not depend on the key, so that it changes nothing; read the key, or the pair"
+        )
+    slopes = {
+        n for n, slope in gradients((t.logit, None, t.graph.node("local", value=GRAD))).items()
+    }
     for i, name in enumerate(d.learned):
         if t.graph.node("head", value=i) not in slopes:
-            raise ValueError(f"{owner} does not depend on its parameter {name!r}; use it, or leave it out")
+            raise ValueError(
+                f"{owner} does not depend on its parameter {name!r}; use it, or leave it out"
+            )
     numbers = {n: i for i, n in enumerate(reversed(ancestors([t.logit])))}
     lines = [f"{n.op} {[numbers[a] for a in n.args]} {n.value}" for n in numbers]
     x = torch.linspace(-2, 3, 24, dtype=torch.float64).reshape(3, 8).sin()
     for key, statistic in d.statistics.items():
-        vectors = {n: torch.linspace(0.5, 1.5, 8, dtype=torch.float64) for n in vectors_of(statistic)}
+        vectors = {
+            n: torch.linspace(0.5, 1.5, 8, dtype=torch.float64) for n in vectors_of(statistic)
+        }
         found = statistic(x, **vectors)
         if not isinstance(found, Tensor) or found.shape != x.shape[:-1]:
-            what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+            what = (
+                f"shape {tuple(found.shape)}"
+                if isinstance(found, Tensor)
+                else f"type {type(found).__name__}"
+            )
             raise ValueError(
                 f"{owner}'s statistic {key!r} gives {what} of vectors [3, 8]; allowed: one number each, [3]"
             )
@@ -430,29 +497,41 @@ def scored_attention(
     unknown = next((name for name in parameters if name not in d.parameters | d.vectors), None)
     if unknown is None and not reads_positions:
         unknown = (
-            "query_positions" if query_positions is not None else None if key_positions is None else "key_positions"
+            "query_positions"
+            if query_positions is not None
+            else None
+            if key_positions is None
+            else "key_positions"
         )
     if unknown is not None:
         known = [*d.parameters, *d.vectors, *["query_positions", "key_positions"] * reads_positions]
-        raise ValueError(f"score {d.name!r} has no {unknown!r}; allowed: {', '.join(known) or 'no parameters'}")
+        raise ValueError(
+            f"score {d.name!r} has no {unknown!r}; allowed: {', '.join(known) or 'no parameters'}"
+        )
     values: dict[str, Any] = {}
     for name, start in (d.parameters | d.vectors).items():
         number: Any = parameters.get(name, start)
         number = (
-            torch.tensor(number, device=query.device, dtype=torch.float64) if isinstance(number, tuple) else number
+            torch.tensor(number, device=query.device, dtype=torch.float64)
+            if isinstance(number, tuple)
+            else number
         )
         if name in d.vectors and isinstance(number, Tensor) and number.shape == (heads, width):
             values[name] = number
         else:
             values[name] = check_parameter(name, number, heads, query, least=-LARGEST)
-            values[name] = values[name] if name in d.parameters else values[name][:, None].expand(heads, 1)
+            values[name] = (
+                values[name] if name in d.parameters else values[name][:, None].expand(heads, 1)
+            )
     positions = None
     if reads_positions:
         positions = (
             checked_positions("query_positions", query_positions, n, batch, query.device),
             checked_positions("key_positions", key_positions, key.shape[2], batch, query.device),
         )
-    pair = PairSpace(d, values, factor, positions).score(upcast_for_grad(query), upcast_for_grad(key))
+    pair = PairSpace(d, values, factor, positions).score(
+        upcast_for_grad(query), upcast_for_grad(key)
+    )
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attention(pair, value, options, backend=backend)
     return out.to(query.dtype)

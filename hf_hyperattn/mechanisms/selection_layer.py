@@ -42,7 +42,9 @@ class SelectingCall:
 
     def attend_whole(self) -> Result:
         """Return the attention to everything."""
-        return self.whole(self.score, self.value, self.options, backend=self.backend, weights=self.weights)
+        return self.whole(
+            self.score, self.value, self.options, backend=self.backend, weights=self.weights
+        )
 
 
 class SelectionLayer(MechanismLayer):
@@ -63,7 +65,9 @@ class SelectionLayer(MechanismLayer):
     #: The attributes that hold the layer's parameters, or None.
     learned: ClassVar[tuple[str, ...]] = ("gate",)
 
-    def __init__(self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None):
+    def __init__(
+        self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None
+    ):
         super().__init__(config, host, mode, heads)
         self.host = host
         # In a prefix LM rows grow as in causal attention, and a mask says what a query sees.
@@ -84,7 +88,9 @@ class SelectionLayer(MechanismLayer):
         return False
 
     @abstractmethod
-    def attend_selected(self, asked: SelectingCall, rules: Any, parameters: dict[str, Tensor | None]) -> Result:
+    def attend_selected(
+        self, asked: SelectingCall, rules: Any, parameters: dict[str, Tensor | None]
+    ) -> Result:
         """Return o_selected and its weights.
 
         Args:

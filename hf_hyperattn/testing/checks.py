@@ -51,12 +51,16 @@ class Expectation:
 AnyExpectation = TypeVar("AnyExpectation", bound=Expectation)
 
 
-def with_refusals(checks: list[AnyExpectation], refuses: Mapping[str, str] | None) -> list[AnyExpectation]:
+def with_refusals(
+    checks: list[AnyExpectation], refuses: Mapping[str, str] | None
+) -> list[AnyExpectation]:
     """The checks, those with a name in `refuses` with what their refusal says; a pattern without one is an error."""
     for pattern, refusal in (refuses or {}).items():
         chosen = [i for i, check in enumerate(checks) if re.fullmatch(pattern, str(check))]
         if not chosen:
-            raise ValueError(f"refuses has {pattern!r}, and no check has such a name; allowed: such as {checks[0]}")
+            raise ValueError(
+                f"refuses has {pattern!r}, and no check has such a name; allowed: such as {checks[0]}"
+            )
         for i in chosen:
             checks[i] = replace(checks[i], refusal=refusal)
     return checks
@@ -69,5 +73,7 @@ def run_all(name: str, checks: Iterable[Expectation]) -> dict[str, int]:
         check()
         counts["held" if check.refusal is None else "refused"] += 1
     if not counts["held"]:
-        raise ValueError(f"{name} is refused in all {counts['refused']} checks; allowed: one that holds at least")
+        raise ValueError(
+            f"{name} is refused in all {counts['refused']} checks; allowed: one that holds at least"
+        )
     return counts

@@ -41,12 +41,18 @@ class EngineCheck(Expectation):
             outputs = self._run(self.engine, self.dtype)
         except ValueError as error:
             raise Refused(str(error)) from error
-        limits = {torch.float64: (1e-9, 1e-7), torch.float32: (2e-4, 2e-3), torch.bfloat16: (3e-2, 6e-2)}[self.dtype]
+        limits = {
+            torch.float64: (1e-9, 1e-7),
+            torch.float32: (2e-4, 2e-3),
+            torch.bfloat16: (3e-2, 6e-2),
+        }[self.dtype]
         for place, (one, other) in enumerate(zip(outputs, exact, strict=True)):
             limit = limits[0] if place == 0 else limits[1] * other.abs().max().item()
             apart = (one.double() - other).abs().max().item()
             if not apart <= limit:
-                what = ("output", "gradient of query", "gradient of key", "gradient of value")[place]
+                what = ("output", "gradient of query", "gradient of key", "gradient of value")[
+                    place
+                ]
                 self.fail(f"the {what} is {apart:.1e} off, allowed: {limit:.1e}")
 
     def _run(self, engine: str, dtype: torch.dtype) -> list[Tensor]:
@@ -54,7 +60,9 @@ class EngineCheck(Expectation):
         options = {n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
                    for n, t in CALLS[self.call].items()}  # fmt: skip
         output = SCORES[self.score](*leaves, **options, enable_gqa=True, backend=engine)
-        pull = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        pull = torch.randn(
+            output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+        )
         return [output.detach(), *torch.autograd.grad((output.double() * pull).sum(), leaves)]
 
 
@@ -63,11 +71,14 @@ def points() -> tuple[Tensor, Tensor, Tensor]:
     """Queries [2, 4, 37, 8], keys and values [2, 2, 45, 8] in float64: random, round, equal and nearly equal ones."""
     g = torch.Generator().manual_seed(7)
     query, key, value = (
-        torch.randn(2, h, n, 8, generator=g, dtype=torch.float64) for h, n in ((4, 37), (2, 45), (2, 45))
+        torch.randn(2, h, n, 8, generator=g, dtype=torch.float64)
+        for h, n in ((4, 37), (2, 45), (2, 45))
     )
     query[:, :, :8] = torch.randint(-2, 3, (2, 4, 8, 8), generator=g).double()
     key[:, :, :8] = query[:, ::2, :8]
-    key[:, :, 8:16] = query[:, ::2, 8:16] + 1e-2 * torch.randn(2, 2, 8, 8, generator=g, dtype=torch.float64)
+    key[:, :, 8:16] = query[:, ::2, 8:16] + 1e-2 * torch.randn(
+        2, 2, 8, 8, generator=g, dtype=torch.float64
+    )
     query[..., -1][:, :, 3], key[:, :, 20] = 1.0, 0.0
     return query.bfloat16().double(), key.bfloat16().double(), value.bfloat16().double()
 
@@ -86,9 +97,13 @@ SCORES: dict[str, Callable[..., Tensor]] = {
     "dot product": lambda *a, **k: _dot(*a, **k),
     "umbral": functional.cone_attention,
     "penumbral": lambda *a, **k: functional.cone_attention(*a, **k, variant="penumbral"),
-    "penumbral heights": lambda *a, **k: functional.cone_attention(*a, **k, variant="penumbral", squared=False),
+    "penumbral heights": lambda *a, **k: functional.cone_attention(
+        *a, **k, variant="penumbral", squared=False
+    ),
     "geodesic": lambda *a, **k: functional.hyperbolic_attention(*a, **k, aggregation="mean"),
-    "midpoint": lambda *a, **k: functional.hyperbolic_attention(*a, **k, distance="squared_lorentz"),
+    "midpoint": lambda *a, **k: functional.hyperbolic_attention(
+        *a, **k, distance="squared_lorentz"
+    ),
     "hype": lambda *a, **k: functional.hype_attention(*a, **k, mu=0.1, tau=2.0),
 }
 
@@ -129,5 +144,8 @@ def engine_checks(
     """The checks of `check_engine`, which see, for a test of their own each."""
     if name not in available_engines():
         raise ValueError(f"backend={name!r} is unknown; allowed: {', '.join(available_engines())}")
-    checks = [EngineCheck(name, score, call, dtype) for score, call, dtype in product(SCORES, CALLS, dtypes)]
+    checks = [
+        EngineCheck(name, score, call, dtype)
+        for score, call, dtype in product(SCORES, CALLS, dtypes)
+    ]
     return with_refusals(checks, refuses)

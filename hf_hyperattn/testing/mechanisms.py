@@ -26,13 +26,27 @@ from .checks import Expectation, Refused, run_all, with_refusals
 _SIZES: dict[str, Any] = dict(
     vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
 )
-_SIZES |= dict(max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.3)
-_T5 = dict(vocab_size=99, d_model=32, num_layers=1, num_heads=4, d_ff=40, d_kv=8, decoder_start_token_id=0)
+_SIZES |= dict(
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    initializer_range=0.3,
+)
+_T5 = dict(
+    vocab_size=99, d_model=32, num_layers=1, num_heads=4, d_ff=40, d_kv=8, decoder_start_token_id=0
+)
 _GROUPED = _SIZES | dict(num_key_value_heads=2, head_dim=8)
 _STACKS: dict[str, Any] = dict(
-    encoder_layers=1, decoder_layers=1, encoder_ffn_dim=40, decoder_ffn_dim=40, encoder_attention_heads=4
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_ffn_dim=40,
+    decoder_ffn_dim=40,
+    encoder_attention_heads=4,
 )
-_STACKS |= dict(decoder_attention_heads=4, init_std=0.3, decoder_start_token_id=1, forced_eos_token_id=None)
+_STACKS |= dict(
+    decoder_attention_heads=4, init_std=0.3, decoder_start_token_id=1, forced_eos_token_id=None
+)
 
 #: Tiny models by model type, each by the class and the config it is made of: grouped heads and rotary positions;
 #: learned positions; a sliding window; a cap of logits; sinks; a bias of positions; both directions; two stacks with
@@ -42,7 +56,10 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gpt2": ("AutoModelForCausalLM", _SIZES),
     "mistral": ("AutoModelForCausalLM", _GROUPED | dict(sliding_window=4)),
     "gemma2": ("AutoModelForCausalLM", _GROUPED | dict(sliding_window=4)),
-    "gpt_oss": ("AutoModelForCausalLM", _GROUPED | dict(sliding_window=4, num_local_experts=2, num_experts_per_tok=1)),
+    "gpt_oss": (
+        "AutoModelForCausalLM",
+        _GROUPED | dict(sliding_window=4, num_local_experts=2, num_experts_per_tok=1),
+    ),
     "t5": ("AutoModelForSeq2SeqLM", _T5),
     "bert": ("AutoModelForMaskedLM", _SIZES),
     "bart": ("AutoModelForSeq2SeqLM", dict(vocab_size=99, d_model=32, pad_token_id=0) | _STACKS),
@@ -100,13 +117,19 @@ class Check(Expectation):
 
     def __str__(self) -> str:
         changes = ",".join(f"{k}={v}" for k, v in self.config.to_dict().items() if k != "mechanism")
-        return f"{self.contract}-{self.config.mechanism}({changes})-{self.mode}-{self.family}".replace(" ", "")
+        return (
+            f"{self.contract}-{self.config.mechanism}({changes})-{self.mode}-{self.family}".replace(
+                " ", ""
+            )
+        )
 
     def stock(self, **changes) -> Any:
         """The model, the same numbers every time."""
         return _model(self.family, **changes)
 
-    def patch(self, model: Any, *configs: MechanismConfig, amount: float = 0.0, **settings: Any) -> Any:
+    def patch(
+        self, model: Any, *configs: MechanismConfig, amount: float = 0.0, **settings: Any
+    ) -> Any:
         """The model patched, with this check's config if no other is given, its added parameters moved by `amount`."""
         try:
             patch_model(model, *(configs or (self.config,)), mode=self.mode, **settings)
@@ -121,13 +144,20 @@ class Check(Expectation):
     def equal(self, first: Tensor, second: Tensor, most: float, what: str) -> None:
         """Refuse outputs that are further apart than `most` anywhere, however large they are, or not finite."""
         if first.shape != second.shape:
-            self.fail(f"{what} changes the shape", f"{tuple(first.shape)} and {tuple(second.shape)}")
+            self.fail(
+                f"{what} changes the shape", f"{tuple(first.shape)} and {tuple(second.shape)}"
+            )
         apart = (first.double() - second.double()).abs().max().item()
         if not apart <= most:
             self.fail(f"{what} changes the output by {apart:.1e}, allowed: {most:g}")
 
     def equal_but_rounding(
-        self, found: Numbers, model: nn.Module, way: Callable[[Any], Numbers], least: float, what: str
+        self,
+        found: Numbers,
+        model: nn.Module,
+        way: Callable[[Any], Numbers],
+        least: float,
+        what: str,
     ) -> None:
         """Refuse numbers, by name, that differ from those of the plain way by more than rounding explains.
 
@@ -138,14 +168,22 @@ class Check(Expectation):
             least: a difference that is always allowed, relative to the largest number where that is below 1.
         """
         plain = way(model)
-        limits = {name: max(least * min(1.0, number.abs().max().item()), SMALLEST) for name, number in plain.items()}
+        limits = {
+            name: max(least * min(1.0, number.abs().max().item()), SMALLEST)
+            for name, number in plain.items()
+        }
         if all(distance(found[name], number) <= limits[name] for name, number in plain.items()):
             return
         exact, rounding = in_float64(model, way)
         for name, number in exact.items():
-            apart, most = distance(found[name], number), max(ROUNDINGS * rounding[name], limits[name])
+            apart, most = (
+                distance(found[name], number),
+                max(ROUNDINGS * rounding[name], limits[name]),
+            )
             if not apart <= most:
-                self.fail(f"{what} changes {name} by {apart:.1e} from what float64 gives, allowed: {most:.1e}")
+                self.fail(
+                    f"{what} changes {name} by {apart:.1e} from what float64 gives, allowed: {most:.1e}"
+                )
 
 
 def check_mechanism(
@@ -174,7 +212,9 @@ def check_mechanism(
         ContractError: one line that names the contract, the setting and what was found.
         ValueError: no mechanism has that name, no check has a name out of `refuses`, or all are refused.
     """
-    checks = mechanism_checks(name, *configs, contracts=contracts, families=families, refuses=refuses)
+    checks = mechanism_checks(
+        name, *configs, contracts=contracts, families=families, refuses=refuses
+    )
     return run_all(name, checks)
 
 
@@ -198,7 +238,9 @@ def mechanism_checks(
 
 def _has_meaning(contract: str, name: str, mode: Mode) -> bool:
     mechanism = get_mechanism(name)
-    if contract == "identity":  # the published operator starts elsewhere, but for what acts on heads
+    if (
+        contract == "identity"
+    ):  # the published operator starts elsewhere, but for what acts on heads
         return mode == "blend" or mechanism.stage in ("mixing", "fusion")
     return contract != "by_name" or (mode == "replace" and bool(mechanism.names))
 
@@ -236,7 +278,11 @@ def inputs_of(family: str) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     if family in CAUSAL:
         mask[0, :3] = 0
-        return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
+        }
     mask[0, -3:] = 0
     return {"input_ids": ids, "attention_mask": mask} | (
         {"decoder_input_ids": ids[:, :7]} if family in TWO_STACKS else {}
@@ -246,7 +292,9 @@ def inputs_of(family: str) -> dict[str, Tensor]:
 def output_of(model: Callable[..., Any], family: str, **call) -> Tensor:
     """The logits of a call, of tokens that are no padding."""
     dtype = getattr(model, "dtype", torch.float32)
-    inputs = {n: t.to(dtype) if n == "pixel_values" else t for n, t in (inputs_of(family) | call).items()}
+    inputs = {
+        n: t.to(dtype) if n == "pixel_values" else t for n, t in (inputs_of(family) | call).items()
+    }
     logits = model(**inputs).logits
     mask = inputs.get("attention_mask")
     return logits if mask is None or family in TWO_STACKS else logits[mask.bool()]
@@ -263,7 +311,9 @@ def move(model: nn.Module, amount: float = 0.3) -> nn.Module:
     """Move every added parameter from where it stands, by the same numbers in every run."""
     generator = torch.Generator().manual_seed(5)
     for _, parameter in added(model):
-        parameter.add_((torch.randn(parameter.shape, generator=generator) * amount).to(parameter.dtype))
+        parameter.add_(
+            (torch.randn(parameter.shape, generator=generator) * amount).to(parameter.dtype)
+        )
     return model
 
 
@@ -280,7 +330,10 @@ def in_float64(model: nn.Module, way: Callable[[Any], Numbers]) -> tuple[Numbers
                 step = 4 * torch.rand(weight.shape, generator=generator) - 2
                 weight.mul_(1 + torch.finfo(torch.float32).eps * step)
         near.append(way(moved))
-    return exact, {name: max(distance(numbers[name], number) for numbers in near) for name, number in exact.items()}
+    return exact, {
+        name: max(distance(numbers[name], number) for numbers in near)
+        for name, number in exact.items()
+    }
 
 
 def _double(model: Any) -> Any:
@@ -303,12 +356,17 @@ def added(model: nn.Module) -> list[tuple[str, Any]]:
 
 def facts(model: hf.PreTrainedModel) -> dict[str, object]:
     """What a model is, apart from numbers: classes, attributes, hooks, config, names in the state dict."""
-    known: dict[str, object] = {"state dict": list(model.state_dict()), "config": model.config.to_dict()}
+    known: dict[str, object] = {
+        "state dict": list(model.state_dict()),
+        "config": model.config.to_dict(),
+    }
     for name, module in model.named_modules():
         known[f"{name}: class"] = type(module)
         for key, value in vars(module).items():
             plain = isinstance(value, int | float | str | None)
-            known[f"{name}.{key}"] = value if plain else list(value) if isinstance(value, dict) else type(value)
+            known[f"{name}.{key}"] = (
+                value if plain else list(value) if isinstance(value, dict) else type(value)
+            )
     return known
 
 
@@ -331,7 +389,9 @@ def contract(*families: str, about_learning: bool = False) -> Callable:
     """Register a contract: for these families, or all, and for mechanisms that add parameters, or all."""
 
     def registered(function: Callable[[Check], None]) -> Callable[[Check], None]:
-        CONTRACTS[function.__name__] = Contract(function, families or tuple(FAMILIES), about_learning)
+        CONTRACTS[function.__name__] = Contract(
+            function, families or tuple(FAMILIES), about_learning
+        )
         return function
 
     return registered
@@ -341,12 +401,16 @@ def contract(*families: str, about_learning: bool = False) -> Callable:
 def identity(check: Check) -> None:
     """A patched model starts as the model it was: skipped, computed, and with gradients."""
     stock = run(check.stock(), check.family)
-    most = 1e-5 * max(1.0, stock.abs().max().item())  # another order of sums rounds by the numbers' size
+    most = 1e-5 * max(
+        1.0, stock.abs().max().item()
+    )  # another order of sums rounds by the numbers' size
     check.equal(run(check.patched(0.0), check.family), stock, most, "patching")
     check.equal(output_of(check.patched(0.0), check.family), stock, most, "patching for training")
     computed = {"the output": run(check.patched(1e-12), check.family)}
     plain = lambda model: {"the output": run(model, check.family)}
-    check.equal_but_rounding(computed, check.stock(), plain, most, "a mechanism that is computed at its start")
+    check.equal_but_rounding(
+        computed, check.stock(), plain, most, "a mechanism that is computed at its start"
+    )
 
 
 @contract()
@@ -403,7 +467,9 @@ def gradients(check: Check) -> None:
         parameter.data.add_(direction, alpha=1e-6)
         measured, slope = (losses[0] - losses[1]) / 2e-6, (slopes[name] * direction).sum().item()
         if abs(measured - slope) > 1e-4 * slopes[name].norm().item() + 1e-7:
-            check.fail(f"along a direction the gradient of {name} is {slope:.6g}, and the loss's {measured:.6g}")
+            check.fail(
+                f"along a direction the gradient of {name} is {slope:.6g}, and the loss's {measured:.6g}"
+            )
 
 
 @contract()
@@ -453,7 +519,9 @@ def heads(check: Check) -> None:
 def _heads_of(model: nn.Module, family: str) -> Tensor:
     """[B, N, 4, d]: what the heads of the first layer hand to the projection behind them."""
     seen: list[Tensor] = []
-    handle = model.get_submodule(PROJECTION[family]).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    handle = model.get_submodule(PROJECTION[family]).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
     run(model, family)
     handle.remove()
     return seen[0].unflatten(-1, (4, -1))[1:]  # the row without padding
@@ -465,9 +533,16 @@ def grouped(check: Check) -> None:
     model, wide = check.patched(), check.patched(num_key_value_heads=4)
     numbers, shapes = model.state_dict(), {n: t.shape for n, t in wide.state_dict().items()}
     for name, tensor in numbers.items():
-        axis = next((i for i, (a, b) in enumerate(zip(tensor.shape, shapes[name], strict=True)) if a != b), None)
-        if axis is not None:  # along the first axis each key head has entries; along a later one they are summed over
-            doubled = tensor.unflatten(axis, (2, -1)).repeat_interleave(2, axis).flatten(axis, axis + 1)
+        axis = next(
+            (i for i, (a, b) in enumerate(zip(tensor.shape, shapes[name], strict=True)) if a != b),
+            None,
+        )
+        if (
+            axis is not None
+        ):  # along the first axis each key head has entries; along a later one they are summed over
+            doubled = (
+                tensor.unflatten(axis, (2, -1)).repeat_interleave(2, axis).flatten(axis, axis + 1)
+            )
             numbers[name] = doubled if axis == 0 else doubled / 2
     wide.load_state_dict(numbers)
     check.equal(run(wide, check.family), run(model, check.family), 2e-5, "repeating shared keys")
@@ -494,17 +569,26 @@ def cached(check: Check) -> None:
     for beams in (1, 3) if check.family in ("llama", "t5") else (1,):
         plain = model.generate(**ids, use_cache=False, num_beams=beams, **how)
         if not torch.equal(model.generate(**ids, use_cache=True, num_beams=beams, **how), plain):
-            check.fail(f"generate with a cache and num_beams={beams} writes other tokens than without a cache")
+            check.fail(
+                f"generate with a cache and num_beams={beams} writes other tokens than without a cache"
+            )
     if check.family in TWO_STACKS:
         return
-    for cache_class in (hf.DynamicCache, lambda config: hf.StaticCache(config=config, max_cache_len=16)):
+    for cache_class in (
+        hf.DynamicCache,
+        lambda config: hf.StaticCache(config=config, max_cache_len=16),
+    ):
         padded, whole = inputs, {"input_ids": inputs["input_ids"][1:]}
         for call in (padded, whole):
             past = cache_class(config=model.config)
             real = call.get("attention_mask", torch.ones(1, 11)).bool()
             chunks = {"the output": _by_chunks(model, call, past)[real]}
-            at_once = torch.no_grad()(lambda model, call=call, real=real: {"the output": model(**call).logits[real]})
-            check.equal_but_rounding(chunks, model, at_once, 1e-4, f"reading by {type(past).__name__}")
+            at_once = torch.no_grad()(
+                lambda model, call=call, real=real: {"the output": model(**call).logits[real]}
+            )
+            check.equal_but_rounding(
+                chunks, model, at_once, 1e-4, f"reading by {type(past).__name__}"
+            )
 
 
 @torch.no_grad()
@@ -532,7 +616,12 @@ def composition(check: Check) -> None:
             continue
         model = check.patch(check.stock(), check.config, config)
         if check.mode == "blend":
-            check.equal(run(model, check.family), run(check.stock(), check.family), 1e-5, f"patching beside {other}")
+            check.equal(
+                run(model, check.family),
+                run(check.stock(), check.family),
+                1e-5,
+                f"patching beside {other}",
+            )
         try:
             output = run(move(model, 0.2), check.family)
         except ValueError as error:
@@ -557,7 +646,10 @@ def _refused_together(check: Check, config: MechanismConfig) -> None:
 def engines(check: Check) -> None:
     """Every engine gives what `reference` gives, and its gradients, or says that it does not serve the mechanism."""
     model = set_backend(check.patched(), "reference")
-    output, slopes = run(model, check.family), gradients_of(model, check.family) if added(model) else {}
+    output, slopes = (
+        run(model, check.family),
+        gradients_of(model, check.family) if added(model) else {},
+    )
     for backend in ("blockwise", "cpu"):
         set_backend(model, backend)
         try:
@@ -579,7 +671,9 @@ def compiled(check: Check) -> None:
     model = check.patched(num_hidden_layers=1)
     once = torch.compile(model, fullgraph=True, backend="aot_eager")
     call = {"use_cache": False} if check.family in CAUSAL else {}
-    check.equal(run(once, check.family, **call), run(model, check.family, **call), 1e-4, "torch.compile")
+    check.equal(
+        run(once, check.family, **call), run(model, check.family, **call), 1e-4, "torch.compile"
+    )
     way = lambda model: gradients_of(model, check.family, **call)
     check.equal_but_rounding(way(once), model, way, 1e-5, "torch.compile")
 
@@ -593,9 +687,13 @@ def half(check: Check) -> None:
         model, distances = check.patched(0.1), []
         exact = run(model, check.family)
         for other in (copy.deepcopy(model).to(dtype).float(), model.to(dtype)):
-            distances.append((run(other, check.family).double() - exact).square().mean().sqrt().item())
+            distances.append(
+                (run(other, check.family).double() - exact).square().mean().sqrt().item()
+            )
         if not distances[1] <= most * distances[0]:
-            check.fail(f"{dtype} moves the output by {distances[1]:.1e}, rounded parameters by {distances[0]:.1e}")
+            check.fail(
+                f"{dtype} moves the output by {distances[1]:.1e}, rounded parameters by {distances[0]:.1e}"
+            )
         gradients_of(model, check.family)
         if not all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
             check.fail(f"gradients are not finite in {dtype}")
@@ -612,7 +710,9 @@ def checkpointing(check: Check) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         gradients_of(model, check.family, **call)
         for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-            first, second = (torch.zeros_like(p) if p.grad is None else p.grad for p in (one, other))
+            first, second = (
+                torch.zeros_like(p) if p.grad is None else p.grad for p in (one, other)
+            )
             check.equal(first, second, most, f"checkpointing (use_reentrant={reentrant}) of {name}")
 
 
@@ -646,7 +746,12 @@ def by_name(check: Check) -> None:
         model.set_attn_implementation(name)
         cross = get_mechanism(config.mechanism).cross_attention
         replaced = check.patch(check.stock(), config, include_cross_attention=cross)
-        check.equal(run(model, check.family), run(replaced, check.family), 1e-5, f"attn_implementation={name!r}")
+        check.equal(
+            run(model, check.family),
+            run(replaced, check.family),
+            1e-5,
+            f"attn_implementation={name!r}",
+        )
 
 
 @contract("llama", "bert")

@@ -46,7 +46,11 @@ SETTINGS = {
         "distance": {"mechanism": "only_distance", "rank": 8},
         "cosine": {"mechanism": "only_cosine", "rank": 8},
         # And hyperbolic's score alone: values are averaged as ever, and not by the Einstein midpoint.
-        "hyperbolic, mean": {"mechanism": "hyperbolic", "options": {"aggregation": "mean"}, "rank": 8},
+        "hyperbolic, mean": {
+            "mechanism": "hyperbolic",
+            "options": {"aggregation": "mean"},
+            "rank": 8,
+        },
     },
     "first_layer": 20,
     "seeds": [0, 1, 2],
@@ -55,7 +59,12 @@ SETTINGS = {
     "weight_decay": 0.0,
     "held_out_windows": {"search": 16, "test": 36},
     # LoRA's rate by LoRA alone; then that of what a mechanism adds, as many trials for each row.
-    "search": {"seed": 100, "steps": 40, "rates": [3e-4, 1e-3, 3e-3], "added_rates": [1e-3, 1e-2, 3e-2]},
+    "search": {
+        "seed": 100,
+        "steps": 40,
+        "rates": [3e-4, 1e-3, 3e-3],
+        "added_rates": [1e-3, 1e-2, 3e-2],
+    },
 }
 #: The sizes for a GPU; `python recipes/experiments adaptation --full`.
 FULL = {"steps": 5000, "window": 2048, "held_out_windows": {"search": 8, "test": 8}}
@@ -68,7 +77,10 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
         yield key_of_search(ALONE, rate), functools.partial(searched, settings, found, ALONE, rate)
     for name in list(settings["rows"])[1:]:
         for rate in search["added_rates"]:
-            yield key_of_search(name, rate), functools.partial(searched, settings, found, name, rate)
+            yield (
+                key_of_search(name, rate),
+                functools.partial(searched, settings, found, name, rate),
+            )
     yield "stock", functools.partial(read_stock, settings)
     for seed in settings["seeds"]:
         for name in settings["rows"]:
@@ -99,7 +111,9 @@ def read_stock(settings: dict) -> dict:
     return held_out(settings, upper_part(settings, pretrained()).to(device()), "test")
 
 
-def train(settings: dict, name: str, seed: int, rate: float, added: float, steps: int, part: str) -> dict:
+def train(
+    settings: dict, name: str, seed: int, rate: float, added: float, steps: int, part: str
+) -> dict:
     """One run: LoRA at a rate, what the mechanism adds at its own, and the loss on modules that were held out."""
     model = model_of(settings, name, seed).to(device())
     last = fit_windows(settings, model, seed, rate, added, steps)
@@ -109,12 +123,16 @@ def train(settings: dict, name: str, seed: int, rate: float, added: float, steps
         "added": sum(p.numel() for n, p in trained(model) if ".hyper." in n),
         "rates": {"lora": rate, "added": added},
         "largest_added": {
-            n: round(p.detach().abs().max().item(), 4) for n, p in trained(model) if ".hyper." in n and ".20." in n
+            n: round(p.detach().abs().max().item(), 4)
+            for n, p in trained(model)
+            if ".hyper." in n and ".20." in n
         },
     }
 
 
-def fit_windows(settings: dict, model: nn.Module, seed: int, rate: float, added: float, steps: int) -> float:
+def fit_windows(
+    settings: dict, model: nn.Module, seed: int, rate: float, added: float, steps: int
+) -> float:
     """Train on windows drawn from the modules: LoRA at a rate, what a mechanism adds at its own; the mean
     loss at the end.
     """
@@ -127,7 +145,9 @@ def fit_windows(settings: dict, model: nn.Module, seed: int, rate: float, added:
         {"params": [p for n, p in trained(model) if ".hyper." not in n], "lr": rate},
         {"params": [p for n, p in trained(model) if ".hyper." in n], "lr": added},
     ]
-    groups = [group | {"weight_decay": settings["weight_decay"]} for group in groups if group["params"]]
+    groups = [
+        group | {"weight_decay": settings["weight_decay"]} for group in groups if group["params"]
+    ]
     return fit(model.train(), loss, steps, rate, settings["weight_decay"], groups)
 
 
@@ -191,7 +211,9 @@ def upper_part(settings: dict, model: nn.Module) -> nn.Module:
 def states_below(layers: int, part: str, start: int, size: int) -> Tensor:
     """What the first layers of SmolLM2 make of a window, [1, N, D]."""
     with torch.no_grad():
-        return lower_part(layers)(input_ids=window(part, start, size), use_cache=False).last_hidden_state
+        return lower_part(layers)(
+            input_ids=window(part, start, size), use_cache=False
+        ).last_hidden_state
 
 
 @functools.cache

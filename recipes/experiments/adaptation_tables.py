@@ -51,7 +51,11 @@ def pairs(results: dict) -> str:
     for name in whole(results)[1:]:
         mine, others = losses(results, name), losses(results, ALONE)
         found.append([name, paired(mine, others, 3), f"{detectable(mine, others):.3f}"])
-    return table(["", "loss less that of LoRA alone, x 100", "what would be found"], found) if found else NOT_DONE
+    return (
+        table(["", "loss less that of LoRA alone, x 100", "what would be found"], found)
+        if found
+        else NOT_DONE
+    )
 
 
 def searched(results: dict) -> str:
@@ -60,7 +64,9 @@ def searched(results: dict) -> str:
     for name in settings["rows"]:
         rates = settings["search"]["rates" if name == ALONE else "added_rates"]
         if all(key_of_search(name, rate) in runs for rate in rates):
-            said = (f"{rate:g}: {runs[key_of_search(name, rate)]['held_out']:.4f}" for rate in rates)
+            said = (
+                f"{rate:g}: {runs[key_of_search(name, rate)]['held_out']:.4f}" for rate in rates
+            )
             found.append([name, *said])
     return table(["learning rate: loss", "", "", ""], found)
 
@@ -86,10 +92,17 @@ def plot(results: dict):
     points = [(x, place) for place, row in enumerate(found) for x in row]
     axes.plot(*zip(*points), "o", color=figures.COLOURS[0], markersize=4, label="a seed")
     axes.plot(
-        [statistics.mean(row) for row in found], range(len(found)), "|", color="#333333", markersize=14, label="mean"
+        [statistics.mean(row) for row in found],
+        range(len(found)),
+        "|",
+        color="#333333",
+        markersize=14,
+        label="mean",
     )
     axes.axvline(0, color="0.3", linewidth=1)
-    axes.set(yticks=range(len(names)), yticklabels=names, xlabel="loss less that of LoRA alone, x 100")
+    axes.set(
+        yticks=range(len(names)), yticklabels=names, xlabel="loss less that of LoRA alone, x 100"
+    )
     axes.invert_yaxis()
     axes.legend()
     return figure

@@ -112,7 +112,8 @@ def attention_errors(length: int, mu_times_length: list[float], log2_slope_lengt
     slopes = (2.0 ** np.linspace(low, high, count) / length).tolist()
     return {
         "curves": {
-            str(x): [[m * length, total_variation(length, m, x / length)] for m in slopes] for x in mu_times_length
+            str(x): [[m * length, total_variation(length, m, x / length)] for m in slopes]
+            for x in mu_times_length
         },
         "constant": steep_constant(),
     }
@@ -123,7 +124,9 @@ def head_errors(lengths: list[int], heads: int) -> dict:
     slopes = [2.0 ** (-8 * (h + 1) / heads) for h in range(heads)]
     return {
         "slopes": slopes,
-        "total_variation": {str(n): [total_variation(n, m, 1 / n) for m in slopes] for n in lengths},
+        "total_variation": {
+            str(n): [total_variation(n, m, 1 / n) for m in slopes] for n in lengths
+        },
     }
 
 

@@ -41,7 +41,10 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
             do = functools.partial(train, settings, space, dim, settings["search"]["seed"], rate)
             yield key_of_search(space, dim, rate), do
         for seed in settings["seeds"]:
-            yield key_of(space, dim, seed), functools.partial(train_at_best, settings, found, space, dim, seed)
+            yield (
+                key_of(space, dim, seed),
+                functools.partial(train_at_best, settings, found, space, dim, seed),
+            )
 
 
 def key_of(space: str, dim: int, seed: int) -> str:
@@ -56,7 +59,10 @@ def key_of_search(space: str, dim: int, rate: float) -> str:
 
 def best_rate(settings: dict, found: dict, space: str, dim: int) -> float:
     """The learning rate with the best mean average precision in the search."""
-    return max(settings["search"]["rates"], key=lambda rate: found[key_of_search(space, dim, rate)]["precision"])
+    return max(
+        settings["search"]["rates"],
+        key=lambda rate: found[key_of_search(space, dim, rate)]["precision"],
+    )
 
 
 def train_at_best(settings: dict, found: dict, space: str, dim: int, seed: int) -> dict:

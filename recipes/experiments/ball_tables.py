@@ -31,7 +31,9 @@ def ball(results: dict) -> str:
             runs = seeds(results, space, dim)
             if runs:
                 rate = best_rate(settings, results["runs"], space, dim)
-                cells = [mean_and_deviation([k * run[m] for run in runs], 2) for m, k in MEASURES.items()]
+                cells = [
+                    mean_and_deviation([k * run[m] for run in runs], 2) for m, k in MEASURES.items()
+                ]
                 rows.append([space, str(dim), f"{rate:g}", *cells])
     head = ["space", "dimensions", "learning rate", "precision, %", "mean rank", "norm and level"]
     return table(head, rows)
@@ -43,7 +45,9 @@ def pairs(results: dict) -> str:
     for dim in results["settings"]["dims"]:
         mine, others = (precisions(results, space, dim) for space in (BALL, FLAT))
         if mine and others:
-            rows.append([f"{dim} dimensions", paired(mine, others), f"{detectable(mine, others):.1f}"])
+            rows.append(
+                [f"{dim} dimensions", paired(mine, others), f"{detectable(mine, others):.1f}"]
+            )
     return table(["ball less Euclidean space", "precision, points", "what would be found"], rows)
 
 

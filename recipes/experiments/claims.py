@@ -62,32 +62,63 @@ def in_minilm(key: str, said: str, rules: str, layers: str, more: str = "") -> C
     return Claim(key, said, test, of(f.minilm_cosines, rules, layers, 0.97), command=MINILM)
 
 
-DEPTH, LENGTH, HAT = (f"python recipes/experiments {name}" for name in ("depth", "length", "hat_imdb"))
+DEPTH, LENGTH, HAT = (
+    f"python recipes/experiments {name}" for name in ("depth", "length", "hat_imdb")
+)
 PRUNING, TRANSLATION, ADAPTATION = (
     f"python recipes/experiments {name}" for name in ("head_pruning", "translation", "adaptation")
 )
-HYPERBOLICITY, MINILM = "python recipes/experiments hyperbolicity", "python recipes/experiments hsa_minilm"
+HYPERBOLICITY, MINILM = (
+    "python recipes/experiments hyperbolicity",
+    "python recipes/experiments hsa_minilm",
+)
 LCA = "depth of the lowest common ancestor in trees of WordNet, ten seeds, rate searched for every row"
 GRAPHS = "python recipes/experiments graphs"
-GRAPH = "sections of Debian's packages by their dependencies, three seeds, rate searched for every row"
+GRAPH = (
+    "sections of Debian's packages by their dependencies, three seeds, rate searched for every row"
+)
 START = "python recipes/experiments starts"
 STARTS = "the depth task at depth 10 from another start, three seeds"
 VISION = "python recipes/experiments vision"
 IMAGES = "a small DeiT on Fashion-MNIST from scratch, three seeds, rate searched for every row"
 HELP = "German to English from scratch, three seeds, rate searched for every row"
 LORA = "SmolLM2 with LoRA alone and with the mechanism, three seeds"
-HYP, PSI, XI, PEN = "hyperbolic distance", "umbral cone, psi", "umbral cone, xi", "penumbral cone, psi"
+HYP, PSI, XI, PEN = (
+    "hyperbolic distance",
+    "umbral cone, psi",
+    "umbral cone, xi",
+    "penumbral cone, psi",
+)
 EUCLID = "Euclidean distance"
 
 CLAIMS = (
     # --- A
-    exact("A1", "umbral cone attention", "a search for the ancestor on a grid", "tests/mechanisms/test_cone.py", GRID),
-    exact("A2", "penumbral cone attention", "the same, in both branches", "tests/mechanisms/test_cone.py", GRID),
     exact(
-        "A3", "the mappings psi, xi and the exponential map", "against their formulas", "tests/mechanisms/test_cone.py"
+        "A1",
+        "umbral cone attention",
+        "a search for the ancestor on a grid",
+        "tests/mechanisms/test_cone.py",
+        GRID,
+    ),
+    exact(
+        "A2",
+        "penumbral cone attention",
+        "the same, in both branches",
+        "tests/mechanisms/test_cone.py",
+        GRID,
+    ),
+    exact(
+        "A3",
+        "the mappings psi, xi and the exponential map",
+        "against their formulas",
+        "tests/mechanisms/test_cone.py",
     ),
     Claim(
-        "A4", "umbral with psi is the best pairing", LCA, of(f.depth_gain, PSI, 10, controls=(XI, PEN)), command=DEPTH
+        "A4",
+        "umbral with psi is the best pairing",
+        LCA,
+        of(f.depth_gain, PSI, 10, controls=(XI, PEN)),
+        command=DEPTH,
     ),
     Claim(
         "A5",
@@ -97,14 +128,26 @@ CLAIMS = (
         PARTLY,
         "make zoo",
     ),
-    Claim("A6", "gamma 0.4 for text is better than 1", STARTS, of(f.start_gain, PSI, "gamma 0.4"), command=START),
+    Claim(
+        "A6",
+        "gamma 0.4 for text is better than 1",
+        STARTS,
+        of(f.start_gain, PSI, "gamma 0.4"),
+        command=START,
+    ),
     Claim("A7", "gains in DeiT", IMAGES, of(f.vision_gain, PSI, 1.0), command=VISION),
     Claim("A8", "gains in graph attention", GRAPH, of(f.graph_gain, PSI), command=GRAPHS),
     Claim(
         "A9",
         "one BLEU more than dot product (IWSLT'14 German-English)",
         HELP,
-        of(f.translation_gain, PSI, 32, {"dot product": ("dot product", 32), EUCLID: (EUCLID, 32)}, 1.0),
+        of(
+            f.translation_gain,
+            PSI,
+            32,
+            {"dot product": ("dot product", 32), EUCLID: (EUCLID, 32)},
+            1.0,
+        ),
         command=TRANSLATION,
     ),
     Claim(
@@ -143,7 +186,11 @@ CLAIMS = (
         command="python recipes/experiments recovered",
     ),
     Claim(
-        "A13", "first experiment: psi is better than xi", LCA, of(f.depth_gain, PSI, 10, controls=(XI,)), command=DEPTH
+        "A13",
+        "first experiment: psi is better than xi",
+        LCA,
+        of(f.depth_gain, PSI, 10, controls=(XI,)),
+        command=DEPTH,
     ),
     Claim(
         "A14",
@@ -185,7 +232,11 @@ CLAIMS = (
         "make bench",
     ),
     exact(
-        "A21", "NaN signals what is wrong", "extreme inputs in every dtype", "tests/mechanisms/test_cone.py", "finite"
+        "A21",
+        "NaN signals what is wrong",
+        "extreme inputs in every dtype",
+        "tests/mechanisms/test_cone.py",
+        "finite",
     ),
     Claim(
         "A22",
@@ -196,9 +247,17 @@ CLAIMS = (
     ),
     missing("A23", "open: cones in the ball, finite light", "not published, not built"),
     # --- B
-    exact("B1", "distance by Moebius addition", "textbook formulas and geoopt", "tests/geometry/test_poincare.py"),
     exact(
-        "B2", "exponential and logarithmic maps", "each other's inverse, and geoopt", "tests/geometry/test_poincare.py"
+        "B1",
+        "distance by Moebius addition",
+        "textbook formulas and geoopt",
+        "tests/geometry/test_poincare.py",
+    ),
+    exact(
+        "B2",
+        "exponential and logarithmic maps",
+        "each other's inverse, and geoopt",
+        "tests/geometry/test_poincare.py",
     ),
     exact(
         "B3",
@@ -219,8 +278,18 @@ CLAIMS = (
         "the module against its formula",
         "tests/mechanisms/test_hyperbolic_module.py",
     ),
-    exact("B6", "curvature and temperature, learned", "gradients", "tests/mechanisms/test_hyperbolic_gradients.py"),
-    exact("B7", "points are kept in the ball", "points at and beyond the rim", "tests/geometry/test_limits.py"),
+    exact(
+        "B6",
+        "curvature and temperature, learned",
+        "gradients",
+        "tests/mechanisms/test_hyperbolic_gradients.py",
+    ),
+    exact(
+        "B7",
+        "points are kept in the ball",
+        "points at and beyond the rim",
+        "tests/geometry/test_limits.py",
+    ),
     Claim(
         "B8",
         "accuracy 68 to 92 % at depth 5, 45 to 88 % at depth 10",
@@ -287,7 +356,13 @@ CLAIMS = (
         "B12c",
         "the same of diseases and phenotypes",
         "which of 64 names is above a name of ICD-10-CM and of the human phenotype ontology, as B12b",
-        lambda: f.both(*(of(f.hypernyms, kind, source) for source in ("ICD-10", "phenotypes") for kind in (HYP, PSI))),
+        lambda: f.both(
+            *(
+                of(f.hypernyms, kind, source)
+                for source in ("ICD-10", "phenotypes")
+                for kind in (HYP, PSI)
+            )
+        ),
         command="python recipes/experiments hypernyms",
     ),
     Claim(
@@ -355,7 +430,10 @@ CLAIMS = (
         "time and memory grow so",
     ),
     exact(
-        "C4", "embeddings of siblings", "HsaEncoder against the definition", "tests/integration/test_hsa_encoder.py"
+        "C4",
+        "embeddings of siblings",
+        "HsaEncoder against the definition",
+        "tests/integration/test_hsa_encoder.py",
     ),
     Claim(
         "C5",
@@ -429,7 +507,9 @@ CLAIMS = (
         "injection, then fine-tuning",
         "SmolLM2 at a fifth of the pairs of 512 tokens and LoRA, three seeds, rate searched for each; fine-tuned "
         "before the injection in place of after it; loss, copying, needles",
-        lambda: f.both(*(of(f.injected_first, what) for what in ("held_out", "copying", "needle_keys"))),
+        lambda: f.both(
+            *(of(f.injected_first, what) for what in ("held_out", "copying", "needle_keys"))
+        ),
         command="python recipes/experiments injected_lora",
     ),
     # --- D
@@ -460,7 +540,12 @@ CLAIMS = (
         ),
         command=LENGTH,
     ),
-    exact("D5", "a form for both directions (ours: cosh)", "forty digits", "tests/mechanisms/test_hype.py"),
+    exact(
+        "D5",
+        "a form for both directions (ours: cosh)",
+        "forty digits",
+        "tests/mechanisms/test_hype.py",
+    ),
     Claim(
         "D6",
         "first experiment: mu = 0.01, tau = 1",
@@ -469,7 +554,10 @@ CLAIMS = (
         command="python recipes/experiments alibi",
     ),
     exact(
-        "D7", "first experiment: the gradient of tau", "finite differences", "tests/mechanisms/test_hype_gradients.py"
+        "D7",
+        "first experiment: the gradient of tau",
+        "finite differences",
+        "tests/mechanisms/test_hype_gradients.py",
     ),
     Claim(
         "D8",
@@ -499,7 +587,13 @@ CLAIMS = (
         of(f.length_same, "HyPE fixed, max_length 2048", "ALiBi"),
         command=LENGTH,
     ),
-    exact("D12", "overflows where mu is large", "extreme heads", "tests/mechanisms/test_hype.py", "finite"),
+    exact(
+        "D12",
+        "overflows where mu is large",
+        "extreme heads",
+        "tests/mechanisms/test_hype.py",
+        "finite",
+    ),
     Claim(
         "D13",
         "mu = 1/L is better than a smaller one",
@@ -507,7 +601,13 @@ CLAIMS = (
         of(f.length_gain, "HyPE fixed, max_length 128", ("HyPE fixed, max_length 2048",), 2048),
         command=LENGTH,
     ),
-    Claim("D14", "added to a pretrained model with rotary positions", LORA, of(f.adapted, "hype"), command=ADAPTATION),
+    Claim(
+        "D14",
+        "added to a pretrained model with rotary positions",
+        LORA,
+        of(f.adapted, "hype"),
+        command=ADAPTATION,
+    ),
     # --- E
     Claim(
         "E1",
@@ -527,10 +627,14 @@ CLAIMS = (
         "E1b",
         "and better than what needs no such weights",
         "SmolLM2's heads dropped by beta, by gradient and by contribution, three seeds",
-        lambda: f.both(of(f.pruning_gain, "gradient"), of(f.pruning_gain, "contribution, by layer")),
+        lambda: f.both(
+            of(f.pruning_gain, "gradient"), of(f.pruning_gain, "contribution, by layer")
+        ),
         command=PRUNING,
     ),
-    exact("E2", "attention over heads", "against the formula", "tests/mechanisms/test_head_fusion.py"),
+    exact(
+        "E2", "attention over heads", "against the formula", "tests/mechanisms/test_head_fusion.py"
+    ),
     Claim(
         "E3",
         "weights that depend on the input beat one learned number a head",
@@ -554,7 +658,10 @@ CLAIMS = (
         "python benchmarks/head_fusion.py",
     ),
     exact(
-        "E6", "collaborative heads", "full rank is the heads' own attention", "tests/mechanisms/test_collaborative.py"
+        "E6",
+        "collaborative heads",
+        "full rank is the heads' own attention",
+        "tests/mechanisms/test_collaborative.py",
     ),
     Claim(
         "E7",
@@ -563,9 +670,26 @@ CLAIMS = (
         of(f.collaborative, "logits, rank 192"),
         command="python recipes/experiments collaborative",
     ),
-    exact("E8", "talking heads", "against the paper's formula", "tests/mechanisms/test_talking_heads.py"),
-    Claim("E9", "talking heads lower perplexity", LORA, of(f.adapted, "talking_heads"), command=ADAPTATION),
-    exact("E10", "all of HAT's layouts", "against its table", "tests/mechanisms/test_hat.py", "made as published"),
+    exact(
+        "E8",
+        "talking heads",
+        "against the paper's formula",
+        "tests/mechanisms/test_talking_heads.py",
+    ),
+    Claim(
+        "E9",
+        "talking heads lower perplexity",
+        LORA,
+        of(f.adapted, "talking_heads"),
+        command=ADAPTATION,
+    ),
+    exact(
+        "E10",
+        "all of HAT's layouts",
+        "against its table",
+        "tests/mechanisms/test_hat.py",
+        "made as published",
+    ),
     Claim(
         "E11",
         "HAT is better on long documents",
@@ -580,8 +704,15 @@ CLAIMS = (
         of(f.hat_pairs, "segments alone"),
         command=HAT,
     ),
-    exact("E12", "a learned mixture of kernels", "against the formula", "tests/mechanisms/test_mkl.py"),
-    exact("E13", "the same with weights by token", "against the formula", "tests/mechanisms/test_mkl.py"),
+    exact(
+        "E12", "a learned mixture of kernels", "against the formula", "tests/mechanisms/test_mkl.py"
+    ),
+    exact(
+        "E13",
+        "the same with weights by token",
+        "against the formula",
+        "tests/mechanisms/test_mkl.py",
+    ),
     Claim(
         "E14",
         "weights by token beat one weight a head",
@@ -589,9 +720,15 @@ CLAIMS = (
         lambda: f.both(f.token_weights, f.kernels_by_token, of(f.kernels_by_token, "projected: ")),
         command="python recipes/experiments token_weights",
     ),
-    exact("E15", "logits of three tokens", "against the formula", "tests/mechanisms/test_trilinear.py"),
-    exact("E16", "values of two tokens", "against the formula", "tests/mechanisms/test_trilinear.py"),
-    exact("E17", "BiDAF's form", "against the formula", "tests/mechanisms/test_trilinear_models.py"),
+    exact(
+        "E15", "logits of three tokens", "against the formula", "tests/mechanisms/test_trilinear.py"
+    ),
+    exact(
+        "E16", "values of two tokens", "against the formula", "tests/mechanisms/test_trilinear.py"
+    ),
+    exact(
+        "E17", "BiDAF's form", "against the formula", "tests/mechanisms/test_trilinear_models.py"
+    ),
     Claim(
         "E18",
         "co-attention of question, context and answer",
@@ -614,7 +751,9 @@ CLAIMS = (
         "three-way attention learns what pairwise does not",
         "a sum of three tokens, one layer, three seeds",
         lambda: f.both(
-            of(f.match3, "pairwise"), of(f.match3, "pairwise, wider"), of(f.match3, "pairwise, two layers")
+            of(f.match3, "pairwise"),
+            of(f.match3, "pairwise, wider"),
+            of(f.match3, "pairwise, two layers"),
         ),
         command="python recipes/experiments trilinear",
     ),
@@ -627,8 +766,12 @@ CLAIMS = (
         command="python recipes/experiments kernels",
     ),
     # --- K
-    exact("K1", "by name", "every mechanism that has one", "tests/integration/test_names.py", "works"),
-    exact("K2", "patched in place, and back", "bitwise", "tests/integration/test_reversal.py", "works"),
+    exact(
+        "K1", "by name", "every mechanism that has one", "tests/integration/test_names.py", "works"
+    ),
+    exact(
+        "K2", "patched in place, and back", "bitwise", "tests/integration/test_reversal.py", "works"
+    ),
     exact(
         "K3",
         "cone, HyPE, head fusion and others together",
@@ -637,7 +780,12 @@ CLAIMS = (
         "works",
     ),
     Claim(
-        "K4", "a hierarchy without training", "SmolLM2 and MiniLM", "see C8 and C9", PARTLY, "hyperattn inject --help"
+        "K4",
+        "a hierarchy without training",
+        "SmolLM2 and MiniLM",
+        "see C8 and C9",
+        PARTLY,
+        "hyperattn inject --help",
     ),
     Claim(
         "K5",
@@ -655,7 +803,9 @@ CLAIMS = (
         "tests/integration/test_adapters.py",
         "works, or is refused in a line",
     ),
-    exact("K7", "datasets, evaluate", "a recipe with both", "tests/recipes/test_finetune.py", "works"),
+    exact(
+        "K7", "datasets, evaluate", "a recipe with both", "tests/recipes/test_finetune.py", "works"
+    ),
     exact(
         "K8",
         "configs and cards for the Hub",

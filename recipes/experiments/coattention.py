@@ -25,7 +25,14 @@ from .store import Experiment
 from .wordnet import read_glosses, read_parents
 
 SETTINGS = {
-    "kinds": ["three-way", "pairwise", "pairwise, chained", "without question", "without context", "means"],
+    "kinds": [
+        "three-way",
+        "pairwise",
+        "pairwise, chained",
+        "without question",
+        "without context",
+        "means",
+    ],
     "hypernyms": 1500,
     "nouns_of_each": 2,
     # words of a name and of a gloss that are kept
@@ -87,7 +94,9 @@ def nouns_of(count: int, each: int, name: int, gloss: int) -> Nouns:
     below.pop(None)
     kinds = draw.sample(sorted(kind for kind, nouns in below.items() if len(nouns) >= each), count)
     nouns = [noun for kind in kinds for noun in draw.sample(sorted(below[kind]), each)]
-    apart = lambda words: Words(*(x.unflatten(0, (count, each)) for x in (words.states, words.mask)))
+    apart = lambda words: Words(
+        *(x.unflatten(0, (count, each)) for x in (words.states, words.mask))
+    )
     return Nouns(
         words_of([spelt(kind) for kind in kinds], name),
         apart(words_of([spelt(noun) for noun in nouns], name)),
@@ -133,7 +142,9 @@ class Coattention(nn.Module):
     def __init__(self, kind: str, inner: int, width: int, heads: int):
         super().__init__()
         self.kind, self.heads = kind, heads
-        self.query, self.key, self.value, self.key2, self.value2 = (nn.Linear(inner, width) for _ in range(5))
+        self.query, self.key, self.value, self.key2, self.value2 = (
+            nn.Linear(inner, width) for _ in range(5)
+        )
         self.read = nn.Sequential(nn.Linear(3 * width, width), nn.GELU(), nn.Linear(width, 1))
 
     def forward(self, question: Words, context: Words, answers: Words) -> Tensor:
@@ -147,7 +158,10 @@ class Coattention(nn.Module):
             key2, value2 = torch.ones_like(key2), torch.ones_like(value2)
         if self.kind == "without context":
             key, value = torch.ones_like(key), torch.ones_like(value)
-        parts = [x.repeat_interleave(count, 0) for x in (key, value, key2, value2, context.mask, question.mask)]
+        parts = [
+            x.repeat_interleave(count, 0)
+            for x in (key, value, key2, value2, context.mask, question.mask)
+        ]
         found = attend(self.kind, query, *parts).transpose(1, 2).flatten(2)
         shown = answers.mask.flatten(0, 1)[..., None]
         asked = query.transpose(1, 2).flatten(2)
@@ -160,7 +174,14 @@ class Coattention(nn.Module):
 
 
 def attend(
-    kind: str, query: Tensor, key: Tensor, value: Tensor, key2: Tensor, value2: Tensor, words: Tensor, words2: Tensor
+    kind: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key2: Tensor,
+    value2: Tensor,
+    words: Tensor,
+    words2: Tensor,
 ) -> Tensor:
     """Σ_jk P_ijk (v_j ∘ v2_k), [B, H, n, d], of pairs of a word of the context and one of the question. P is
 
@@ -195,7 +216,9 @@ def softmax(logits: Tensor, shown: Tensor) -> Tensor:
     return logits.masked_fill(~shown, -torch.inf).softmax(-1)
 
 
-def questions(nouns: Nouns, kinds: Tensor, count: int, draw: torch.Generator) -> tuple[Words, Words, Words, Tensor]:
+def questions(
+    nouns: Nouns, kinds: Tensor, count: int, draw: torch.Generator
+) -> tuple[Words, Words, Words, Tensor]:
     """Questions [B, q, d], contexts [B, c, d], answers [B, 4, a, d], and the places of those that are right [B].
 
     Args:
@@ -205,10 +228,14 @@ def questions(nouns: Nouns, kinds: Tensor, count: int, draw: torch.Generator) ->
         draw: random numbers.
     """
     each = nouns.names.mask.shape[1]
-    two = torch.rand(count, len(kinds), generator=draw).argsort(1)[:, :2]  # the kind that is asked for, and another
+    two = torch.rand(count, len(kinds), generator=draw).argsort(1)[
+        :, :2
+    ]  # the kind that is asked for, and another
     kind = kinds[two][:, :, None].expand(-1, -1, 2).flatten(1)
     # of each kind one noun that is described, and one that is not
-    noun = torch.stack([torch.rand(count, each, generator=draw).argsort(1)[:, :2] for _ in range(2)], 1).flatten(1)
+    noun = torch.stack(
+        [torch.rand(count, each, generator=draw).argsort(1)[:, :2] for _ in range(2)], 1
+    ).flatten(1)
     order = torch.rand(count, 4, generator=draw).argsort(1)
     answers = nouns.names[kind.gather(1, order), noun.gather(1, order)]
     swapped = torch.rand(count, 1, generator=draw) < 0.5

@@ -18,7 +18,10 @@ THREE_WAY = "three-way"
 def whole(results: dict) -> dict[str, list[float]]:
     """Accuracies in percent by seed, of every kind that is whole."""
     seeds = results["settings"]["seeds"]
-    found = {kind: all_done(results, (key_of(kind, seed) for seed in seeds)) for kind in results["settings"]["kinds"]}
+    found = {
+        kind: all_done(results, (key_of(kind, seed) for seed in seeds))
+        for kind in results["settings"]["kinds"]
+    }
     return {kind: [100 * run["accuracy"] for run in runs] for kind, runs in found.items() if runs}
 
 
@@ -28,10 +31,22 @@ def kinds(results: dict) -> str:
     for kind, values in found.items():
         run = results["runs"][key_of(kind, results["settings"]["seeds"][0])]
         rate = best_rate(results["settings"], results["runs"], kind)
-        rows.append([kind, f"{run['parameters']:,}", f"{rate:g}", mean_and_deviation(values, 1), "", ""])
+        rows.append(
+            [kind, f"{run['parameters']:,}", f"{rate:g}", mean_and_deviation(values, 1), "", ""]
+        )
         if kind != THREE_WAY and THREE_WAY in found:
-            rows[-1][-2:] = [paired(found[THREE_WAY], values), f"{detectable(found[THREE_WAY], values):.1f}"]
-    head = ["attention", "parameters", "learning rate", "accuracy, %", "three-way has more", "what would be found"]
+            rows[-1][-2:] = [
+                paired(found[THREE_WAY], values),
+                f"{detectable(found[THREE_WAY], values):.1f}",
+            ]
+    head = [
+        "attention",
+        "parameters",
+        "learning rate",
+        "accuracy, %",
+        "three-way has more",
+        "what would be found",
+    ]
     return table(head, rows)
 
 

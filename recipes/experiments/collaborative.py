@@ -106,8 +106,16 @@ def calls(settings: dict) -> list[dict]:
     """Calls of the model on texts that are not read later."""
     read = {text for texts in sample(settings["read_on"], READ).values() for text in texts}
     wanted = settings["probe"]
-    read |= {text for part in labelled(wanted["train"], wanted["test"], wanted["seed"]) for text, _ in part}
-    sources = {"verses": verses, "glosses": glosses, "reviews": lambda: [text for text, _ in reviews()]}
+    read |= {
+        text
+        for part in labelled(wanted["train"], wanted["test"], wanted["seed"])
+        for text, _ in part
+    }
+    sources = {
+        "verses": verses,
+        "glosses": glosses,
+        "reviews": lambda: [text for text, _ in reviews()],
+    }
     texts = []
     for kind, count in settings["examples"].items():
         fresh = [text for text in sources[kind]() if text not in read]

@@ -22,7 +22,16 @@ def models(results: dict) -> str:
     """A row for each model: parameters, cosines, probe."""
     stock, full = results["runs"]["stock"], max(results["settings"]["ranks"])
     accuracy = stock["probe"]["accuracy"]
-    head = ["decomposition", "rank", "parameters, projections", "MB", "cosine", "least", "probe", "points"]
+    head = [
+        "decomposition",
+        "rank",
+        "parameters, projections",
+        "MB",
+        "cosine",
+        "least",
+        "probe",
+        "points",
+    ]
     before = 2 * full * full + 2 * full
     rows = [
         [

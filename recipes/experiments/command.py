@@ -60,7 +60,16 @@ RECOVERY = {
 }
 ALL = NAMES | HSA | HEADS | MIXTURES | GEOMETRY | EVIDENCE | RECOVERY
 #: The long ones, the one first whose answer is worth most for its time.
-QUEUE = ("depth", "length", "hat_imdb", "head_pruning", "coattention", "hsa_joined_deep", *EVIDENCE, *RECOVERY)
+QUEUE = (
+    "depth",
+    "length",
+    "hat_imdb",
+    "head_pruning",
+    "coattention",
+    "hsa_joined_deep",
+    *EVIDENCE,
+    *RECOVERY,
+)
 #: Those that draw pages of their own, each in a module NAME_tables.
 PAGES = (
     "hsa",
@@ -94,14 +103,23 @@ def main(argv: list[str] | None = None) -> int:
         "             and the maps of docs/selection.md",
     )
     parser.add_argument("what", choices=[*ALL, CLASSIFIER, "all", "queue", "draw"])
-    parser.add_argument("--minutes", type=float, help="start no run after this long; the same command goes on")
+    parser.add_argument(
+        "--minutes", type=float, help="start no run after this long; the same command goes on"
+    )
     parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
     parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")
-    parser.add_argument("--full", action="store_true", help=f"{', '.join(EVIDENCE)}: sizes for a GPU")
     parser.add_argument(
-        "--data", help="translation and vision --full: a folder with train.de and so on, or train/CLASS"
+        "--full", action="store_true", help=f"{', '.join(EVIDENCE)}: sizes for a GPU"
     )
-    parser.add_argument("--left", action="store_true", help="only say what is left, of the queue or of one experiment")
+    parser.add_argument(
+        "--data",
+        help="translation and vision --full: a folder with train.de and so on, or train/CLASS",
+    )
+    parser.add_argument(
+        "--left",
+        action="store_true",
+        help="only say what is left, of the queue or of one experiment",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args(argv)
     try:
@@ -117,10 +135,16 @@ def act(args: argparse.Namespace) -> int:
     Raises:
         ValueError: an option is given that nothing reads.
     """
-    given = [name for name in ("minutes", "model", "layers", "full", "data", "fresh") if getattr(args, name)]
+    given = [
+        name
+        for name in ("minutes", "model", "layers", "full", "data", "fresh")
+        if getattr(args, name)
+    ]
     given += ["left"] if args.left and args.what in ("draw", CLASSIFIER) else []
     if given and (args.what in ("draw", "queue") or args.left):
-        raise ValueError(f"--{given[-1]} is not read here; leave it out with {args.what}{' --left' * args.left}")
+        raise ValueError(
+            f"--{given[-1]} is not read here; leave it out with {args.what}{' --left' * args.left}"
+        )
     if args.what == "draw":
         from .draw import draw
 
@@ -161,10 +185,14 @@ def experiment_of(name: str, args: argparse.Namespace):
     given = args.model is not None and args.layers is not None
     if name != CLASSIFIER:
         if args.model is not None or args.layers is not None:
-            raise ValueError(f"--model and --layers are for {CLASSIFIER}; leave them out with {name}")
+            raise ValueError(
+                f"--model and --layers are for {CLASSIFIER}; leave them out with {name}"
+            )
         return full_size(module, args.data) if args.full else module.EXPERIMENT
     if not given or not all(part.strip().isdigit() for part in args.layers.split(",")):
-        raise ValueError(f"{CLASSIFIER} needs --model ID and --layers, numbers from 0 such as 7,9,11")
+        raise ValueError(
+            f"{CLASSIFIER} needs --model ID and --layers, numbers from 0 such as 7,9,11"
+        )
     return module.experiment(args.model, [int(part) for part in args.layers.split(",")])
 
 

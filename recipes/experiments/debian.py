@@ -25,7 +25,9 @@ def bible_text() -> str:
         root = unpacked(BIBLE)
         program, options = str(root / "usr/bin/bible"), ["-p", str(root / "usr/lib")]
     # The program breaks lines to the terminal's width unless it is told one.
-    done = subprocess.run([program, *options, "-f", "-l", "100000", "gen1:1-rev22:21"], capture_output=True, text=True)
+    done = subprocess.run(
+        [program, *options, "-f", "-l", "100000", "gen1:1-rev22:21"], capture_output=True, text=True
+    )
     if done.returncode or len(done.stdout) < 4_000_000:
         raise ValueError(
             f"{program} gave {len(done.stdout)} characters of the Bible, 4.4 million are expected; {advice(BIBLE)}"
@@ -54,7 +56,9 @@ def unpacked(packages: tuple[str, ...]) -> Path:
     if folder.exists():
         return folder
     if not (shutil.which("apt-get") and shutil.which("dpkg")):
-        raise ValueError(f"{packages[-1]} is not installed, and there is no apt-get here; {advice(packages)}")
+        raise ValueError(
+            f"{packages[-1]} is not installed, and there is no apt-get here; {advice(packages)}"
+        )
     scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
     scratch.mkdir(parents=True)
     try:
@@ -71,11 +75,15 @@ def unpacked(packages: tuple[str, ...]) -> Path:
 
 def fetch(packages: tuple[str, ...], folder: Path) -> None:
     """Download the packages and unpack them into the folder."""
-    done = subprocess.run(["apt-get", "download", *packages], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        ["apt-get", "download", *packages], cwd=folder, capture_output=True, text=True
+    )
     files = sorted(folder.glob("*.deb"))
     if done.returncode or len(files) < len(packages):
         said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ValueError(f"apt-get download {' '.join(packages)} failed ({said}); {advice(packages)}")
+        raise ValueError(
+            f"apt-get download {' '.join(packages)} failed ({said}); {advice(packages)}"
+        )
     for file in files:
         subprocess.run(["dpkg", "-x", str(file), str(folder)], check=True, capture_output=True)
         file.unlink()

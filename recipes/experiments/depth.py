@@ -113,7 +113,9 @@ def train(settings: dict, kind: str, depth: int, size: str, seed: int, rate: flo
 
 def model_of(settings: dict, task: LcaTask, kind: str, width: int) -> Encoder:
     """An untrained encoder of this kind and width."""
-    return Encoder(kind, task.vocabulary, task.length, task.depth, width, settings["heads"], settings["layers"])
+    return Encoder(
+        kind, task.vocabulary, task.length, task.depth, width, settings["heads"], settings["layers"]
+    )
 
 
 @torch.no_grad()
@@ -123,7 +125,9 @@ def score(model: Encoder, task: LcaTask, pairs: int, seed: int) -> dict:
     right = (model(ids).argmax(-1) == labels).double()
     return {
         "accuracy": right.mean().item(),
-        "accuracy_by_depth": [round(right[labels == d].mean().item(), 4) for d in range(task.depth)],
+        "accuracy_by_depth": [
+            round(right[labels == d].mean().item(), 4) for d in range(task.depth)
+        ],
         "names_alone": (task.by_names_alone(ids) == labels).double().mean().item(),
     }
 

@@ -81,7 +81,9 @@ def made(make: Callable, name: str, folder: Path):
     try:
         return make(load(name, folder))
     except KeyError as error:
-        raise ValueError(f"{name}.json lacks the run {error}; run: python recipes/experiments {name}") from error
+        raise ValueError(
+            f"{name}.json lacks the run {error}; run: python recipes/experiments {name}"
+        ) from error
 
 
 def put(text: str, name: str, table: str) -> str:
@@ -93,5 +95,7 @@ def put(text: str, name: str, table: str) -> str:
     marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     changed, count = marks.subn(lambda found: f"{found[1]}{table}\n{found[2]}", text)
     if count != 1:
-        raise ValueError(f"the page has {count} places marked <!-- {name} --> ... <!-- /{name} -->; allowed: one")
+        raise ValueError(
+            f"the page has {count} places marked <!-- {name} --> ... <!-- /{name} -->; allowed: one"
+        )
     return changed

@@ -41,10 +41,18 @@ def claims(letter: str) -> str:
 
 def totals() -> str:
     """How many claims have which verdict, for each source."""
-    counts = {letter: Counter(found(claim)[1] for claim in CLAIMS if claim.key[0] == letter) for letter in SOURCES}
-    rows = [[SOURCES[letter], *(str(count[verdict]) for verdict in VERDICTS)] for letter, count in counts.items()]
+    counts = {
+        letter: Counter(found(claim)[1] for claim in CLAIMS if claim.key[0] == letter)
+        for letter in SOURCES
+    }
+    rows = [
+        [SOURCES[letter], *(str(count[verdict]) for verdict in VERDICTS)]
+        for letter, count in counts.items()
+    ]
     every = sum(counts.values(), Counter())
-    return table(["source", *VERDICTS], [*rows, ["all", *(str(every[verdict]) for verdict in VERDICTS)]])
+    return table(
+        ["source", *VERDICTS], [*rows, ["all", *(str(every[verdict]) for verdict in VERDICTS)]]
+    )
 
 
 def page(text: str) -> str:

@@ -74,7 +74,9 @@ def mark_cut(axes) -> None:
         for (x, y), (x2, y2) in [*zip(points, points[1:]), *zip(points[1:], points)]:
             rim = high if y2 > high else low
             if low <= y <= high and not low <= y2 <= high:
-                share = (_log(axes, "y", rim) - _log(axes, "y", y)) / (_log(axes, "y", y2) - _log(axes, "y", y))
+                share = (_log(axes, "y", rim) - _log(axes, "y", y)) / (
+                    _log(axes, "y", y2) - _log(axes, "y", y)
+                )
                 at = _log(axes, "x", x) + share * (_log(axes, "x", x2) - _log(axes, "x", x))
                 at = 10**at if axes.get_xscale() == "log" else at
                 rims(at, rim, line)
@@ -95,17 +97,36 @@ def alibi(results: dict) -> Figure:
         left.plot(mu, [e["max"] for e in curve], color=colour, label=f"L = {length:,}")
         left.plot(mu, [e["mean"] for e in curve], color=colour, linestyle="--")
         left.plot(mu, [e["cubic_max"] for e in curve], color=colour, linestyle=":", linewidth=1)
-    left.set(xscale="log", yscale="log", ylim=(1e-3, 1e5), xlabel="mu", ylabel="|HyPE - ALiBi|, logits at slope 1")
-    left.set_title("solid: maximum, dashed: mean, dotted: cubic term; triangle: goes on", fontsize=8)
+    left.set(
+        xscale="log",
+        yscale="log",
+        ylim=(1e-3, 1e5),
+        xlabel="mu",
+        ylabel="|HyPE - ALiBi|, logits at slope 1",
+    )
+    left.set_title(
+        "solid: maximum, dashed: mean, dotted: cubic term; triangle: goes on", fontsize=8
+    )
     left.legend(fontsize=8)
     mark_cut(left)
     found = runs["attention"]
     for colour, (x, curve) in zip(PRODUCTS, found["curves"].items()):
-        right.plot([p[0] for p in curve], [100 * p[1] for p in curve], color=colour, label=f"mu·L = {float(x):g}")
-        steep = [(p[0], 100 * found["constant"] * (float(x) / p[0]) ** 2) for p in curve if p[0] > 8]
+        right.plot(
+            [p[0] for p in curve],
+            [100 * p[1] for p in curve],
+            color=colour,
+            label=f"mu·L = {float(x):g}",
+        )
+        steep = [
+            (p[0], 100 * found["constant"] * (float(x) / p[0]) ** 2) for p in curve if p[0] > 8
+        ]
         right.plot(*zip(*steep), color=colour, linestyle=":", linewidth=1)
-    right.set(xscale="log", yscale="log", ylim=(1e-3, 30), xlabel="slope · L", ylabel="total variation, %")
-    right.set_title("attention by the bias alone; dotted: steep limit; triangle: goes on", fontsize=8)
+    right.set(
+        xscale="log", yscale="log", ylim=(1e-3, 30), xlabel="slope · L", ylabel="total variation, %"
+    )
+    right.set_title(
+        "attention by the bias alone; dotted: steep limit; triangle: goes on", fontsize=8
+    )
     right.legend(fontsize=8)
     mark_cut(right)
     return figure
@@ -118,18 +139,39 @@ def flash(results: dict) -> Figure:
     lengths, marks = settings["lengths"], {"float32": "o", "bfloat16": "s", "float16": "^"}
     for way in flash_experiment.BIAS_WAYS:
         for dtype in settings["dtypes"][: 1 if way == "in the kernel" else None]:
-            colour, errors = WAYS.get(way, "#8172b3"), [runs[f"bias, L = {n}"][dtype][way] for n in lengths]
+            colour, errors = (
+                WAYS.get(way, "#8172b3"),
+                [runs[f"bias, L = {n}"][dtype][way] for n in lengths],
+            )
             name = way if way == "in the kernel" else f"{way}, {dtype}"
-            left.plot(lengths, errors, color=colour, marker=marks[dtype], markersize=4, linewidth=1, label=name)
+            left.plot(
+                lengths,
+                errors,
+                color=colour,
+                marker=marks[dtype],
+                markersize=4,
+                linewidth=1,
+                label=name,
+            )
     left.set(xscale="log", yscale="log", ylabel="largest bias error, logits at slope 1")
-    names = [n for n in runs[flash_experiment.key_of("cpu", settings["dtypes"][0], lengths[0])]["ways"]]
+    names = [
+        n for n in runs[flash_experiment.key_of("cpu", settings["dtypes"][0], lengths[0])]["ways"]
+    ]
     for way in [n for n in names if n != "SDPA, no bias"]:
         for dtype in settings["dtypes"]:
             found = [runs[flash_experiment.key_of("cpu", dtype, n)]["ways"] for n in lengths]
             colour, ratios = WAYS.get(way, "#8172b3"), [ways[way]["ratio"] for ways in found]
-            right.plot(lengths, ratios, color=colour, marker=marks[dtype], markersize=4, linewidth=1)
+            right.plot(
+                lengths, ratios, color=colour, marker=marks[dtype], markersize=4, linewidth=1
+            )
     right.axhline(1, color="0.3", linewidth=1)
-    right.set(xscale="log", yscale="log", yticks=(1, 1.5, 2, 3), yticklabels=(1, 1.5, 2, 3), ylim=(0.9, None))
+    right.set(
+        xscale="log",
+        yscale="log",
+        yticks=(1, 1.5, 2, 3),
+        yticklabels=(1, 1.5, 2, 3),
+        ylim=(0.9, None),
+    )
     right.set(ylabel="CPU time over SDPA without a bias")
     inside = ", ".join(way for way in names if way not in WAYS and way != "SDPA, no bias")
     title = f"in both plots: a colour for each way, a mark for each dtype; in the kernel, right: {inside}"
@@ -149,7 +191,9 @@ def length(results: dict) -> Figure:
     # Shapes and dashes: some curves lie on each other.
     shapes = "oooXsD^v"
     for colour, shape, name in zip(COLOURS, shapes, settings["positions"]):
-        of_seeds = [runs[length_experiment.key_of(name, s)]["perplexity"] for s in settings["seeds"]]
+        of_seeds = [
+            runs[length_experiment.key_of(name, s)]["perplexity"] for s in settings["seeds"]
+        ]
         values = [[p[str(n)] for p in of_seeds] for n in lengths]
         mean, deviation = map(statistics.mean, values), map(statistics.stdev, values)
         mean, deviation = list(mean), list(deviation)
@@ -159,14 +203,21 @@ def length(results: dict) -> Figure:
                           linestyle=dashes, linewidth=3 if name == "ALiBi" else 1, capsize=2)  # fmt: skip
     for axes in (left, right):
         axes.set(xscale="log", xticks=lengths, xticklabels=lengths, xlabel="tokens read")
-    left.set(yscale="log", ylabel="perplexity of a byte", yticks=(5, 10, 20, 30), yticklabels=(5, 10, 20, 30))
+    left.set(
+        yscale="log",
+        ylabel="perplexity of a byte",
+        yticks=(5, 10, 20, 30),
+        yticklabels=(5, 10, 20, 30),
+    )
     left.minorticks_off()
     right.minorticks_off()
     best = [min(p.values()) for p in (runs[k]["perplexity"] for k in runs)]
     right.set_ylim(min(best) - 0.1, 1.15 * min(best))
     right.set_title("the same, cut; triangle: goes on", fontsize=9)
     mark_cut(right)
-    figure.legend(*left.get_legend_handles_labels(), fontsize=7, ncols=4, loc="outside lower center")
+    figure.legend(
+        *left.get_legend_handles_labels(), fontsize=7, ncols=4, loc="outside lower center"
+    )
     return figure
 
 
@@ -180,7 +231,10 @@ def depth(results: dict) -> Figure:
     for i, kind in enumerate(kinds):
         colour = SCORES[kind]
         values = [
-            [100 * runs[depth_experiment.key_of(kind, *group, s)]["accuracy"] for s in settings["seeds"]]
+            [
+                100 * runs[depth_experiment.key_of(kind, *group, s)]["accuracy"]
+                for s in settings["seeds"]
+            ]
             for group in groups
         ]
         at = [g + (i - (len(kinds) - 1) / 2) * wide for g in range(len(groups))]
@@ -188,16 +242,35 @@ def depth(results: dict) -> Figure:
                  yerr=[statistics.stdev(v) for v in values], error_kw={"capsize": 2, "linewidth": 1})  # fmt: skip
         deepest, full = max(settings["depths"]), next(iter(settings["sizes"]))
         by_depth = [
-            runs[depth_experiment.key_of(kind, deepest, full, s)]["accuracy_by_depth"] for s in settings["seeds"]
+            runs[depth_experiment.key_of(kind, deepest, full, s)]["accuracy_by_depth"]
+            for s in settings["seeds"]
         ]
-        right.plot([100 * statistics.mean(v) for v in zip(*by_depth)], color=colour, marker="o", markersize=3)
+        right.plot(
+            [100 * statistics.mean(v) for v in zip(*by_depth)],
+            color=colour,
+            marker="o",
+            markersize=3,
+        )
     for g, group in enumerate(groups):
-        names = [100 * runs[depth_experiment.key_of(kinds[0], *group, s)]["names_alone"] for s in settings["seeds"]]
+        names = [
+            100 * runs[depth_experiment.key_of(kinds[0], *group, s)]["names_alone"]
+            for s in settings["seeds"]
+        ]
         line = {"label": "names alone"} if g == 0 else {}
-        left.hlines(statistics.mean(names), g - 0.45, g + 0.45, color="0.3", linestyle="--", linewidth=1, **line)
+        left.hlines(
+            statistics.mean(names),
+            g - 0.45,
+            g + 0.45,
+            color="0.3",
+            linestyle="--",
+            linewidth=1,
+            **line,
+        )
     left.set(ylim=(0, None), ylabel="accuracy, %", xticks=range(len(groups)))
     left.set_xticklabels([f"depth {level},\n{size}" for level, size in groups])
-    figure.legend(*left.get_legend_handles_labels(), fontsize=7, ncols=4, loc="outside lower center")
+    figure.legend(
+        *left.get_legend_handles_labels(), fontsize=7, ncols=4, loc="outside lower center"
+    )
     right.set(xlabel="depth of the lowest common ancestor", ylabel="accuracy, %")
     right.set_title(f"depth {deepest}, {full} size", fontsize=9)
     return figure

@@ -42,7 +42,13 @@ from . import (
 from .adaptation import ALONE
 from .draw import ROOT
 
-HOLDS, PARTLY, NOT, UNDECIDED, NOT_RUN = "holds", "holds in part", "does not hold", "undecided", "not run"
+HOLDS, PARTLY, NOT, UNDECIDED, NOT_RUN = (
+    "holds",
+    "holds in part",
+    "does not hold",
+    "undecided",
+    "not run",
+)
 #: What a claim's function gives: a text, and the verdict.
 Found = tuple[str, str]
 
@@ -79,14 +85,22 @@ def interval(mine: list[float], others: list[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def gain(mine: list[float], others: dict[str, list[float]], unit: str, claimed: float = 0.0, digits: int = 1) -> Found:
+def gain(
+    mine: list[float],
+    others: dict[str, list[float]],
+    unit: str,
+    claimed: float = 0.0,
+    digits: int = 1,
+) -> Found:
     """Paired gains over controls. The verdict is that over the first; if that holds but the one over another control
     does not, the claim holds in part: the gain is there, and the control explains it.
     """
     said, verdicts = [], []
     for name, theirs in others.items():
         power = tables.detectable(mine, theirs)
-        said.append(f"{tables.paired(mine, theirs, digits)} against {name} (found from {power:.{digits}f} on)")
+        said.append(
+            f"{tables.paired(mine, theirs, digits)} against {name} (found from {power:.{digits}f} on)"
+        )
         verdicts.append(judge(*interval(mine, theirs), claimed))
     verdict = verdicts[0]
     if verdict == HOLDS and any(other != HOLDS for other in verdicts[1:]):
@@ -94,7 +108,9 @@ def gain(mine: list[float], others: dict[str, list[float]], unit: str, claimed: 
     return f"{unit}, {len(mine)} pairs: {'; '.join(said)}", verdict
 
 
-def depth_gain(kind: str, level: int, size: str = "full", claimed: float = 0.0, controls=depth.CONTROLS) -> Found:
+def depth_gain(
+    kind: str, level: int, size: str = "full", claimed: float = 0.0, controls=depth.CONTROLS
+) -> Found:
     """The accuracy of a score in the depth task, against each control."""
     results = load("depth")
     values = partial(tables.depth_accuracies, results, level=level, size=size)
@@ -123,14 +139,18 @@ def deeper(kind: str) -> Found:
 def depth_level(kind: str, level: int, claimed: float) -> Found:
     """Whether an accuracy in percent is reached."""
     found = tables.depth_accuracies(load("depth"), kind, level, "full")
-    text = f"{tables.mean_and_deviation(found, 1)} % at depth {level}, where {claimed:.0f} are claimed"
+    text = (
+        f"{tables.mean_and_deviation(found, 1)} % at depth {level}, where {claimed:.0f} are claimed"
+    )
     return text, HOLDS if statistics.mean(found) >= claimed else NOT
 
 
 def depth_tenth(kind: str, level: int) -> Found:
     """What a tenth of the parameters costs, of a score; the claim is that it costs nothing."""
     results = load("depth")
-    small, full = (tables.depth_accuracies(results, kind, level, size) for size in ("tenth", "full"))
+    small, full = (
+        tables.depth_accuracies(results, kind, level, size) for size in ("tenth", "full")
+    )
     text = f"a tenth of the parameters at depth {level}: {tables.paired(small, full)} points"
     return text, NOT if interval(small, full)[1] < 0 else UNDECIDED
 
@@ -139,14 +159,21 @@ def both(*makes: Callable[[], Found]) -> Found:
     """Several findings: all texts, and the worst of the verdicts."""
     found = [make() for make in makes]
     order = (NOT, UNDECIDED, PARTLY, HOLDS)
-    return "; ".join(text for text, _ in found), min((verdict for _, verdict in found), key=order.index)
+    return "; ".join(text for text, _ in found), min(
+        (verdict for _, verdict in found), key=order.index
+    )
 
 
 def length_gain(name: str, controls: tuple[str, ...], at: int) -> Found:
     """How much lower the perplexity of a byte is than that of each control."""
     runs, seeds = load("length")["runs"], load("length")["settings"]["seeds"]
     values = lambda n: [-runs[length.key_of(n, seed)]["perplexity"][str(at)] for seed in seeds]
-    return gain(values(name), {c: values(c) for c in controls}, f"perplexity gained at {at:,} bytes", digits=3)
+    return gain(
+        values(name),
+        {c: values(c) for c in controls},
+        f"perplexity gained at {at:,} bytes",
+        digits=3,
+    )
 
 
 def length_same(name: str, control: str) -> Found:
@@ -155,14 +182,17 @@ def length_same(name: str, control: str) -> Found:
     runs, settings = results["runs"], results["settings"]
     for at in settings["lengths"]:
         pairs = [
-            (runs[length.key_of(n, s)]["perplexity"][str(at)] for n in (name, control)) for s in settings["seeds"]
+            (runs[length.key_of(n, s)]["perplexity"][str(at)] for n in (name, control))
+            for s in settings["seeds"]
         ]
         found += [abs(a - b) for a, b in pairs]
     text = f"perplexities differ by {max(found):.3f} at most, over all lengths and seeds"
     return text, HOLDS if max(found) < 0.05 else NOT
 
 
-def translation_gain(kind: str, width: int, others: dict[str, tuple[str, int]], claimed: float = 0.0) -> Found:
+def translation_gain(
+    kind: str, width: int, others: dict[str, tuple[str, int]], claimed: float = 0.0
+) -> Found:
     """BLEU of a score and a width, against others by name."""
     results = load("translation")
     values = lambda row: [run["bleu"] for run in translation_tables.seeds(results, *row)]
@@ -179,7 +209,9 @@ def translation_again(kind: str, others: tuple[str, ...]) -> Found:
     results = load("translation")
     rows, seeds = (results["settings"]["again"][name] for name in ("rows", "seeds"))
     keys = lambda kind, width: [translation.key_of(kind, width, seed) for seed in seeds]
-    values = {k: [run["bleu"] for run in tables.all_done(results, keys(k, width))] for k, width in rows}
+    values = {
+        k: [run["bleu"] for run in tables.all_done(results, keys(k, width))] for k, width in rows
+    }
     if not all(values[name] for name in (kind, *others)):
         raise KeyError(kind)
     return gain(values[kind], {name: values[name] for name in others}, "BLEU", digits=2)
@@ -212,26 +244,36 @@ def adapted(name: str, *controls: str) -> Found:
     if name not in whole:
         raise KeyError(name)
     losses = {
-        row: [-x for x in adaptation_tables.losses(results, row)] for row in (name, ALONE, *controls) if row in whole
+        row: [-x for x in adaptation_tables.losses(results, row)]
+        for row in (name, ALONE, *controls)
+        if row in whole
     }
     text, verdict = gain(losses.pop(name), losses, "100 x loss gained", 0.0, 3)
     if verdict == HOLDS and not set(controls) <= set(whole):
         raise KeyError(name)
     settings = results["settings"]
-    rates, rate = settings["search"]["added_rates"], adaptation.best_rate(settings, results["runs"], name)
+    rates, rate = (
+        settings["search"]["added_rates"],
+        adaptation.best_rate(settings, results["runs"], name),
+    )
     edges = {min(rates): "lowest", max(rates): "highest"}
-    return text + (f"; its rate is the {edges[rate]} that was searched" if rate in edges else ""), verdict
+    return text + (
+        f"; its rate is the {edges[rate]} that was searched" if rate in edges else ""
+    ), verdict
 
 
 def recovered(kind: str, k: str) -> Found:
     """How much less a model loses by a score in k of its layers, after their training, than by what has no cones."""
     results = load("recovered")
     mine, *others = (
-        [-x for x in recovered_tables.added(results, row, k)] for row in (kind, *recovered_tables.CONTROLS)
+        [-x for x in recovered_tables.added(results, row, k)]
+        for row in (kind, *recovered_tables.CONTROLS)
     )
     before = recovered_tables.added_before(results, kind, k)
     back = tables.mean_and_deviation([100 * (1 + x / before) for x in mine], 0)
-    text, verdict = gain(mine, dict(zip(recovered_tables.CONTROLS, others)), f"k = {k}, 100 x loss gained")
+    text, verdict = gain(
+        mine, dict(zip(recovered_tables.CONTROLS, others)), f"k = {k}, 100 x loss gained"
+    )
     return f"{kind}: {back} % of the lost logarithm of perplexity comes back; {text}", verdict
 
 
@@ -240,23 +282,36 @@ def injected_first(what: str) -> Found:
     results = load("injected_lora")
     mine, others, own = (
         [-x for x in injected_lora_tables.values(results, row, what, is_own)]
-        for row, is_own in ((injected_lora.FIRST, 0), (injected_lora.AFTER, 0), (injected_lora.AFTER, 1))
+        for row, is_own in (
+            (injected_lora.FIRST, 0),
+            (injected_lora.AFTER, 0),
+            (injected_lora.AFTER, 1),
+        )
     )
     if not mine or not others:
         raise KeyError(what)
     alone = [-100 * results["runs"]["injected"][what]] * len(mine)
     text, verdict = gain(
-        mine, {injected_lora.AFTER: others, "no training": alone}, f"{injected_lora_tables.READ[what]}, nats x 100"
+        mine,
+        {injected_lora.AFTER: others, "no training": alone},
+        f"{injected_lora_tables.READ[what]}, nats x 100",
     )
-    return f"{text}; {tables.paired(mine, own)} against the fine-tuned model with its own attention", verdict
+    return (
+        f"{text}; {tables.paired(mine, own)} against the fine-tuned model with its own attention",
+        verdict,
+    )
 
 
 def of_models(experiment: str, mine: str, others: dict[str, str], claimed: float = 0.0) -> Found:
     """Accuracy in points of models that are trained with seeds, against others by name."""
     results = load(experiment)
     seeds = results["settings"]["seeds"]
-    values = lambda name: [100 * results["runs"][f"{name}, seed {seed}"]["accuracy"] for seed in seeds]
-    return gain(values(mine), {label: values(name) for label, name in others.items()}, "points", claimed)
+    values = lambda name: [
+        100 * results["runs"][f"{name}, seed {seed}"]["accuracy"] for seed in seeds
+    ]
+    return gain(
+        values(mine), {label: values(name) for label, name in others.items()}, "points", claimed
+    )
 
 
 def fewer_pairs(
@@ -276,11 +331,18 @@ def fewer_pairs(
     for budget in budgets:
         cell = measured[f"{length}/{method}/{kind}/{budget}"]
         texts = [
-            100 * statistics.mean(math.expm1(a - b) for a, b in zip(losses, stock["texts"][name], strict=True))
+            100
+            * statistics.mean(
+                math.expm1(a - b) for a, b in zip(losses, stock["texts"][name], strict=True)
+            )
             for name, losses in cell["texts"].items()
         ]
         mean = lambda entry, task: statistics.mean(entry["retrieval"][task]["nats"])
-        tasks = {t: 100 * math.expm1(mean(cell, t) - mean(stock, t)) for t in cell["retrieval"] if t != "mixture"}
+        tasks = {
+            t: 100 * math.expm1(mean(cell, t) - mean(stock, t))
+            for t in cell["retrieval"]
+            if t != "mixture"
+        }
         worst = max(tasks, key=tasks.__getitem__)
         said.append(
             f"{budget:.0%} of the pairs: {tables.mean_and_deviation(texts, 2)} % more perplexity, copying "
@@ -296,7 +358,8 @@ def fewer_pairs(
 def joined_deep(layers: int) -> Found:
     """Hierarchical against flat attention over joined text and image, at a depth and each at its own rate."""
     tree, flat = (
-        hsa_joined_deep_tables.accuracies(load("hsa_joined_deep"), m, layers) for m in ("joined, tree", "joined, flat")
+        hsa_joined_deep_tables.accuracies(load("hsa_joined_deep"), m, layers)
+        for m in ("joined, tree", "joined, flat")
     )
     if not tree or not flat:
         raise KeyError(str(layers))
@@ -334,7 +397,10 @@ def fusion_gain() -> Found:
     """Input-dependent against static weights of heads, in percents of perplexity."""
     results = load("head_pruning")
     gains = [
-        [-100 * head_tables.losses(run["perplexity"]) for run in head_tables.seeds(results, way, "trained")]
+        [
+            -100 * head_tables.losses(run["perplexity"])
+            for run in head_tables.seeds(results, way, "trained")
+        ]
         for way in ("input-dependent", "static")
     ]
     if len(gains[0]) < 2 or len(gains[0]) != len(gains[1]):
@@ -352,7 +418,8 @@ def pruning_cost(share: float) -> Found:
     (way, ranking), least = min(costs.items(), key=lambda item: statistics.mean(item[1]))
     cost = 100 * (statistics.geometric_mean(least) - 1)
     text = (
-        f"{100 * share:.0f} % of heads dropped by {ranking} ({way}) cost {cost:.0f} % of perplexity, the least of all"
+        f"{100 * share:.0f} % of heads dropped by {ranking} ({way}) cost {cost:.0f} % of perplexity, "
+        "the least of all"
     )
     return text, NOT if min(least) > 1.01 else HOLDS
 
@@ -361,11 +428,18 @@ def pruning_gain(rival: str, way: str = "input-dependent", share: float = 0.3) -
     """How much less the logarithm of the perplexity grows, x 100, with heads dropped by beta than by a rival."""
     results = load("head_pruning")
     mine, others = (
-        [-100 * math.log(x) for x in head_tables.growth(results, way, ranking, share)] for ranking in ("beta", rival)
+        [-100 * math.log(x) for x in head_tables.growth(results, way, ranking, share)]
+        for ranking in ("beta", rival)
     )
     if len(mine) < 2 or len(mine) != len(others):
         raise KeyError(rival)
-    return gain(mine, {rival: others}, f"100 x log perplexity gained, {100 * share:.0f} % of heads dropped", 0.0, 1)
+    return gain(
+        mine,
+        {rival: others},
+        f"100 x log perplexity gained, {100 * share:.0f} % of heads dropped",
+        0.0,
+        1,
+    )
 
 
 def minilm_cosines(way: str, choice: str, wanted: float) -> Found:
@@ -396,22 +470,34 @@ def kernel_alignment(lead: str = "") -> Found:
 def kernels_by_token(lead: str = "") -> Found:
     """Accuracy with weights of kernels by token, against one weight a kernel."""
     found = kernels_tables.whole(load("kernels"))
-    mine, others = (kernels_tables.accuracies(found[lead + kind]) for kind in reversed(kernels_tables.MIXTURES))
+    mine, others = (
+        kernels_tables.accuracies(found[lead + kind]) for kind in reversed(kernels_tables.MIXTURES)
+    )
     return gain(mine, {"one weight a kernel": others}, f"nouns, {lead}points")
 
 
 def token_weights() -> Found:
     """The loss of small language models with weights of heads by token, against one number a head."""
     found = token_weights_tables.whole(load("token_weights"))
-    mine, *others = ([-x for x in found[kind]] for kind in ("weights by token", "one weight a head", "no weights"))
-    return gain(mine, dict(zip(("one weight a head", "none"), others)), "language model, nats x 100", digits=2)
+    mine, *others = (
+        [-x for x in found[kind]]
+        for kind in ("weights by token", "one weight a head", "no weights")
+    )
+    return gain(
+        mine,
+        dict(zip(("one weight a head", "none"), others)),
+        "language model, nats x 100",
+        digits=2,
+    )
 
 
 def coattention() -> Found:
     """Three-way attention over question and context, against pairwise attention, and without either of the two."""
     found = coattention_tables.whole(load("coattention"))
     others = ("pairwise", "pairwise, chained", "without question", "without context")
-    return gain(found[coattention_tables.THREE_WAY], {other: found[other] for other in others}, "points")
+    return gain(
+        found[coattention_tables.THREE_WAY], {other: found[other] for other in others}, "points"
+    )
 
 
 def entropy_effect(ways: tuple[str, ...], usual: str = "input-dependent") -> Found:
@@ -422,7 +508,10 @@ def entropy_effect(ways: tuple[str, ...], usual: str = "input-dependent") -> Fou
     runs = {way: head_tables.seeds(results, way, "trained") for way in (usual, *ways)}
     if any(len(found) != len(results["settings"]["seeds"]) for found in runs.values()):
         raise KeyError(usual)
-    loss = {way: [-100 * head_tables.losses(run["perplexity"]) for run in found] for way, found in runs.items()}
+    loss = {
+        way: [-100 * head_tables.losses(run["perplexity"]) for run in found]
+        for way, found in runs.items()
+    }
     least = {way: [min(run["entropy"].values()) for run in found] for way, found in runs.items()}
     for way in ways:
         cost, _ = gain(loss[way], {"none": loss[usual]}, "percents of perplexity gained", 0.0, 2)
@@ -447,14 +536,20 @@ def alibi_bend() -> Found:
     """How much attention HyPE moves from ALiBi's at mu = 1/L."""
     found = load("alibi")["runs"]["heads"]["total_variation"]
     most = max(100 * x for values in found.values() for x in values)
-    return f"at mu = 1/L at most {most:.1f} % of the attention is elsewhere than ALiBi's", HOLDS if most < 5 else NOT
+    return (
+        f"at mu = 1/L at most {most:.1f} % of the attention is elsewhere than ALiBi's",
+        HOLDS if most < 5 else NOT,
+    )
 
 
 def ball_orders(level: int) -> Found:
     """Whether norms of keys order the tree's levels, and more so with hyperbolic than with Euclidean distance."""
     results = load("hyperbolicity")
     values = {
-        kind: [hyperbolicity_tables.of_keys(run["after"]) for run in hyperbolicity_tables.seeds(results, level, kind)]
+        kind: [
+            hyperbolicity_tables.of_keys(run["after"])
+            for run in hyperbolicity_tables.seeds(results, level, kind)
+        ]
         for kind in (hyperbolicity_tables.HYPERBOLIC, hyperbolicity_tables.EUCLIDEAN)
     }
     mine, others = values.values()
@@ -469,7 +564,10 @@ def ball_orders(level: int) -> Found:
 def hypernyms(kind: str, source: str = "WordNet") -> Found:
     """How much oftener a score over frozen states finds the word above a noun than scores without geometry do."""
     found = hypernyms_tables.whole(load("hypernyms"), source)
-    others = {control: hypernyms_tables.accuracies(found[control]) for control in hypernyms_tables.CONTROLS[1:]}
+    others = {
+        control: hypernyms_tables.accuracies(found[control])
+        for control in hypernyms_tables.CONTROLS[1:]
+    }
     return gain(hypernyms_tables.accuracies(found[kind]), others, f"{source}, {kind}, points")
 
 
@@ -478,7 +576,9 @@ def words_order(name: str) -> Found:
     run = load("hyperbolicity")["runs"][f"{name}, words"]
     found = run["table of words"]
     alone = hyperbolicity_tables.partial(
-        found["norm and depth"]["value"], found["norm and frequency"]["value"], run["frequency and depth"]["value"]
+        found["norm and depth"]["value"],
+        found["norm and frequency"]["value"],
+        run["frequency and depth"]["value"],
     )
     text = (
         f"{name}: norm and frequency {found['norm and frequency']['value']:+.2f}, norm and depth "
@@ -492,7 +592,9 @@ def names_order(name: str, source: str) -> Found:
     run = load("hyperbolicity")["runs"][f"{name}, {source}"]
     found = run[f"last hidden states, {source}"]
     alone = hyperbolicity_tables.partial(
-        found["norm and depth"]["value"], found["norm and length"]["value"], run["length and depth"]["value"]
+        found["norm and depth"]["value"],
+        found["norm and length"]["value"],
+        run["length and depth"]["value"],
     )
     text = (
         f"{name}, {source}: norm and depth {found['norm and depth']['value']:+.2f}, at equal length {alone:+.2f}, of "
@@ -533,14 +635,20 @@ def graph_gain(kind: str) -> Found:
     values = graphs_tables.whole(load("graphs"))
     if kind not in values:
         raise KeyError(kind)
-    others = {name: values[name] for name in ("dot product", "Euclidean distance", "mean of neighbours")}
+    others = {
+        name: values[name] for name in ("dot product", "Euclidean distance", "mean of neighbours")
+    }
     return gain(values[kind], others, "points")
 
 
 def graph_trees_gain() -> Found:
     """Accuracy of hierarchical attention over a package's neighbourhood as a tree, against what has no tree."""
     values = graphs_tables.whole(load("graph_trees"))
-    return gain(values[graph_trees.TREE], {name: values[name] for name in graph_trees_tables.CONTROLS}, "points")
+    return gain(
+        values[graph_trees.TREE],
+        {name: values[name] for name in graph_trees_tables.CONTROLS},
+        "points",
+    )
 
 
 def vision_gain(kind: str, gamma: float, claimed: float = 0.0) -> Found:
@@ -548,7 +656,9 @@ def vision_gain(kind: str, gamma: float, claimed: float = 0.0) -> Found:
     results = load("vision")
     values = vision_tables.whole(results)
     others = {control: values[control, 1.0] for control in vision.CONTROLS}
-    text, verdict = gain(values[kind, gamma], others, f"points on Fashion-MNIST, gamma {gamma:g}", claimed, 2)
+    text, verdict = gain(
+        values[kind, gamma], others, f"points on Fashion-MNIST, gamma {gamma:g}", claimed, 2
+    )
     settings = results["settings"]
     if vision.best_rate(settings, results["runs"], kind, gamma) == max(settings["search"]["rates"]):
         text += "; its rate is the highest that was searched"
@@ -562,7 +672,10 @@ def vision_gammas() -> Found:
     values = vision_tables.whole(load("vision"))
     tests = {(kind, gamma): (values[kind, gamma], values[kind, 1.0])
              for kind in vision.CONES for gamma in vision.GAMMAS[1:]}  # fmt: skip
-    said = (f"{kind}, gamma {gamma:g}: {tables.paired(*both, 2)}" for (kind, gamma), both in tests.items())
+    said = (
+        f"{kind}, gamma {gamma:g}: {tables.paired(*both, 2)}"
+        for (kind, gamma), both in tests.items()
+    )
     changes = any(ttest_rel(*both).pvalue < 0.05 / len(tests) for both in tests.values())
     return f"points on Fashion-MNIST: {'; '.join(said)}", HOLDS if changes else UNDECIDED
 
@@ -585,14 +698,16 @@ def ball_times() -> Found:
         f"distance {distance['one']:.1f} µs a call, {distance['many']:.2f} a pair of many; attention over 64 tokens "
         f"{attention['one']:.0f} µs, SDPA {runs['SDPA']['one']:.0f}"
     )
-    return text, HOLDS if distance["many"] <= 0.5 and attention["one"] <= 50 else PARTLY if distance[
-        "many"
-    ] <= 0.5 else NOT
+    return text, HOLDS if distance["many"] <= 0.5 and attention[
+        "one"
+    ] <= 50 else PARTLY if distance["many"] <= 0.5 else NOT
 
 
 def ball_gain(dim: int) -> Found:
     """Points in the ball against points of Euclidean space."""
-    mine, others = (ball_tables.precisions(load("ball"), space, dim) for space in (ball.BALL, ball.FLAT))
+    mine, others = (
+        ball_tables.precisions(load("ball"), space, dim) for space in (ball.BALL, ball.FLAT)
+    )
     if not mine or not others:
         raise KeyError(str(dim))
     return gain(mine, {f"Euclidean space in {dim} dimensions": others}, "points of precision")

@@ -27,7 +27,9 @@ def key_of_search(row: str, rate: float) -> str:
     return f"search, {row}, learning rate {rate:g}"
 
 
-def best_of(rates: Sequence[float], found: dict, row: str, measure: str, best: Callable = min) -> float:
+def best_of(
+    rates: Sequence[float], found: dict, row: str, measure: str, best: Callable = min
+) -> float:
     """The learning rate with the least `measure` in the search; the largest by `best=max`."""
     return best(rates, key=lambda rate: found[key_of_search(row, rate)][measure])
 
@@ -37,7 +39,9 @@ def best_rate(settings: dict, found: dict, kind: str) -> float:
     return best_of(settings["search"]["rates"], found, kind, "accuracy", max)
 
 
-def searched_runs(settings: dict, found: dict, train: Callable) -> Iterator[tuple[str, Callable[[], dict]]]:
+def searched_runs(
+    settings: dict, found: dict, train: Callable
+) -> Iterator[tuple[str, Callable[[], dict]]]:
     """First the search for learning rates, the same for every kind, then every seed and kind at the best of them.
 
     Args:
@@ -48,8 +52,13 @@ def searched_runs(settings: dict, found: dict, train: Callable) -> Iterator[tupl
     search = settings["search"]
     for kind in settings["kinds"]:
         for rate in search["rates"]:
-            yield key_of_search(kind, rate), partial(train, settings, kind, search["seed"], rate, "search")
-    at_best = lambda kind, seed: train(settings, kind, seed, best_rate(settings, found, kind), "test")
+            yield (
+                key_of_search(kind, rate),
+                partial(train, settings, kind, search["seed"], rate, "search"),
+            )
+    at_best = lambda kind, seed: train(
+        settings, kind, seed, best_rate(settings, found, kind), "test"
+    )
     for seed in settings["seeds"]:
         for kind in settings["kinds"]:
             yield key_of(kind, seed), partial(at_best, kind, seed)

@@ -35,7 +35,12 @@ PLAIN, MASK = "two plain columns", "mask"
 #: Those whose bias error is measured.
 BIAS_WAYS = ("in the kernel", "columns", PLAIN, MASK)
 #: Names of the engines in the tables.
-WAYS = {"columns": "sdpa", "tiles (blockwise)": "blockwise", "tiles (C++)": "cpu", "tiles (Triton)": "triton"}
+WAYS = {
+    "columns": "sdpa",
+    "tiles (blockwise)": "blockwise",
+    "tiles (C++)": "cpu",
+    "tiles (Triton)": "triton",
+}
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
@@ -78,7 +83,9 @@ def bias_errors(length: int, dtypes: list[str]) -> dict:
             PLAIN: error(product(*plain_columns(queries, keys, mu, tau, dtype))[0]),
             MASK: error(exact.to(dtype)),
             # Engines compute in float32 whatever the inputs are.
-            "in the kernel": error(hype_bias(queries.float(), keys.float(), mu=mu, tau=tau, form="sinh")[0, 0]),
+            "in the kernel": error(
+                hype_bias(queries.float(), keys.float(), mu=mu, tau=tau, form="sinh")[0, 0]
+            ),
         }
     return found
 
@@ -95,7 +102,9 @@ class Recorder(TorchFunctionMode):
         return args[2]
 
 
-def columns_of_the_engine(length: int, mu: Tensor, tau: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def columns_of_the_engine(
+    length: int, mu: Tensor, tau: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Two [L, c] whose product is the bias: what `backend="sdpa"` hands to the kernel where q and k are zero."""
     zeros = torch.zeros(1, 1, length, 8, dtype=dtype)
     with Recorder() as seen:
@@ -139,11 +148,15 @@ def ways(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
         return out[..., :dim]
 
     found = {"SDPA, no bias": lambda: scaled_dot_product_attention(q, k, v, is_causal=True)}
-    found[MASK] = lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask)  # made once for all layers
+    found[MASK] = lambda: scaled_dot_product_attention(
+        q, k, v, attn_mask=mask
+    )  # made once for all layers
     found[PLAIN] = by_plain_columns
     for name, engine in WAYS.items():
         if engine in available_engines() and (q.is_cuda or engine != "triton"):
-            found[name] = functools.partial(hype_attention, q, k, v, is_causal=True, mu=mu, tau=tau, backend=engine)
+            found[name] = functools.partial(
+                hype_attention, q, k, v, is_causal=True, mu=mu, tau=tau, backend=engine
+            )
     return found
 
 

@@ -22,7 +22,13 @@ from .fitting import fit, searched_runs, size_of
 from .graphs import Graph, describe, graph_of, split
 from .store import Experiment
 
-TREE, SHUFFLED, FLAT, MEAN, ALONE = "tree", "shuffled tree", "flat attention", "mean of all", "package alone"
+TREE, SHUFFLED, FLAT, MEAN, ALONE = (
+    "tree",
+    "shuffled tree",
+    "flat attention",
+    "mean of all",
+    "package alone",
+)
 SETTINGS = {
     "kinds": [TREE, SHUFFLED, FLAT, MEAN, ALONE],
     "packages": [400, 1100],
@@ -52,7 +58,9 @@ class Neighbours:
 
     def __init__(self, edges: Tensor, nodes: int):
         source, target = edges[:, edges[0] != edges[1]]
-        lonely = torch.ones(nodes, dtype=torch.bool).index_fill(0, source, False).nonzero().flatten()
+        lonely = (
+            torch.ones(nodes, dtype=torch.bool).index_fill(0, source, False).nonzero().flatten()
+        )
         source, order = torch.cat([source, lonely]).sort(stable=True)
         self.others = torch.cat([target, lonely])[order]
         self.count = source.bincount(minlength=nodes)
@@ -68,7 +76,9 @@ def hierarchy(first: int, second: int) -> ha.Hierarchy:
     """A token for a package, and below the same root, for every neighbour, a family of it and of its own neighbours."""
     families, size = range(first), 1 + second
     root, tokens = 1 + first * size + first, 1 + first * size
-    return ha.Hierarchy.from_parents([root, *(tokens + i for i in families for _ in range(size)), *[root] * first, -1])
+    return ha.Hierarchy.from_parents(
+        [root, *(tokens + i for i in families for _ in range(size)), *[root] * first, -1]
+    )
 
 
 class Network(nn.Module):
@@ -120,7 +130,10 @@ def neighbourhoods(settings: dict) -> dict:
     graph = graph_of(settings)
     source = graph.edges[0, graph.edges[0] != graph.edges[1]]
     count = source.bincount(minlength=len(graph.labels))
-    return {name: round((count == i).double().mean().item(), 4) for i, name in enumerate(("none", "one"))}
+    return {
+        name: round((count == i).double().mean().item(), 4)
+        for i, name in enumerate(("none", "one"))
+    }
 
 
 class Draws:
@@ -130,7 +143,9 @@ class Draws:
         self.neighbours, self.order = (torch.Generator().manual_seed(seed) for _ in range(2))
 
 
-def surroundings(settings: dict, kind: str, near: Neighbours, nodes: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+def surroundings(
+    settings: dict, kind: str, near: Neighbours, nodes: Tensor, draws: Draws
+) -> tuple[Tensor, Tensor]:
     """The tokens' nodes and their roles, int64 [B, T]: each node (0), and for every neighbour drawn it (1) and
     neighbours of it (2).
     """
@@ -142,7 +157,11 @@ def surroundings(settings: dict, kind: str, near: Neighbours, nodes: Tensor, dra
     roles = torch.tensor([0, *([1] + [2] * second) * first]).expand_as(found)
     if kind != SHUFFLED:
         return found, roles
-    order = torch.rand(found.shape, generator=draws.order).index_fill(1, torch.tensor([0]), -1.0).argsort(1)
+    order = (
+        torch.rand(found.shape, generator=draws.order)
+        .index_fill(1, torch.tensor([0]), -1.0)
+        .argsort(1)
+    )
     return found.gather(1, order), roles.gather(1, order)
 
 
@@ -170,11 +189,15 @@ def train(settings: dict, kind: str, seed: int, rate: float, part: str) -> dict:
 
 
 @torch.no_grad()
-def told(settings: dict, kind: str, model: Network, graph: Graph, near: Neighbours, nodes: Tensor) -> Tensor:
+def told(
+    settings: dict, kind: str, model: Network, graph: Graph, near: Neighbours, nodes: Tensor
+) -> Tensor:
     """Whether the section of each package is told, by the mean of some drawings, which are the same for all models."""
     draws, right = Draws(12345), []
     for some in nodes.split(500):
-        drawings = (surroundings(settings, kind, near, some, draws) for _ in range(settings["drawings"]))
+        drawings = (
+            surroundings(settings, kind, near, some, draws) for _ in range(settings["drawings"])
+        )
         logits = sum(model(graph.words[drawn], roles).log_softmax(-1) for drawn, roles in drawings)
         right.append(logits.argmax(-1) == graph.labels[some])
     return torch.cat(right)

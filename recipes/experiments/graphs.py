@@ -160,7 +160,9 @@ def train(settings: dict, kind: str, seed: int, rate: float, part: str) -> dict:
     model.eval()
     with torch.no_grad():
         right = model(graph.words, edges)[others].argmax(-1) == graph.labels[others]
-    by_class = [right[graph.labels[others] == i].double().mean().item() for i in range(len(graph.sections))]
+    by_class = [
+        right[graph.labels[others] == i].double().mean().item() for i in range(len(graph.sections))
+    ]
     return {
         "accuracy": round(right.double().mean().item(), 5),
         "by_class": round(statistics.mean(by_class), 5),
@@ -178,7 +180,9 @@ def split(graph: Graph, settings: dict, seed: int, part: str) -> tuple[Tensor, T
     search = settings["read"]["search"]
     read, rest = (fixed[:search], fixed[search:]) if part == "search" else (None, fixed[search:])
     rest = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))]
-    known = torch.cat([rest[graph.labels[rest] == i][: settings["labelled"]] for i in range(len(graph.sections))])
+    known = torch.cat(
+        [rest[graph.labels[rest] == i][: settings["labelled"]] for i in range(len(graph.sections))]
+    )
     if read is None:
         read = rest[~torch.isin(rest, known)][: settings["read"]["test"]]
     return known, read
@@ -202,9 +206,13 @@ def available() -> str:
         ValueError: there is no apt-cache, or its lists are empty.
     """
     try:
-        text = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            ["apt-cache", "dumpavail"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(f"apt-cache dumpavail failed ({error}); run it on Debian or Ubuntu") from error
+        raise ValueError(
+            f"apt-cache dumpavail failed ({error}); run it on Debian or Ubuntu"
+        ) from error
     if text.count("\nSection:") < 1000:
         raise ValueError("apt-cache dumpavail lists hardly any package; run: apt-get update")
     return text
@@ -234,7 +242,9 @@ def graph_from(text: str, packages: tuple[int, int], words: int) -> Graph:
         for word in re.findall("[a-z]{3,}", found[name]["Description"].lower()):
             rows[i, zlib.crc32(word.encode()) % words] += 1
     labels = torch.tensor([sections.index(found[name]["Section"]) for name in names])
-    return Graph(F.normalize(rows, dim=1), labels, torch.tensor(sorted(edges)).T.contiguous(), sections)
+    return Graph(
+        F.normalize(rows, dim=1), labels, torch.tensor(sorted(edges)).T.contiguous(), sections
+    )
 
 
 EXPERIMENT = Experiment("graphs", SETTINGS, runs, rows=("kinds", "seeds"), hours=0.05)

@@ -39,10 +39,14 @@ def pairs(results: dict, controls: tuple[str, ...] = CONTROLS) -> str:
     """Differences seed by seed from each control, and their power."""
     found, rows = whole(results), []
     for kind, mine in found.items():
-        others = {control: found[control] for control in controls if control in found and control != kind}
+        others = {
+            control: found[control] for control in controls if control in found and control != kind
+        }
         if others:
             power = max(detectable(mine, other) for other in others.values())
-            cells = [paired(mine, others[control]) if control in others else "" for control in controls]
+            cells = [
+                paired(mine, others[control]) if control in others else "" for control in controls
+            ]
             rows.append([kind, *cells, f"{power:.1f}"])
     return table(["points ahead of", *controls, "what would be found"], rows)
 
@@ -56,7 +60,12 @@ def graph(results: dict) -> str:
     )
 
 
-TABLES = {"graphs-graph": graph, "graphs": scores, "graphs-paired": pairs, "graphs-made": circumstances}
+TABLES = {
+    "graphs-graph": graph,
+    "graphs": scores,
+    "graphs-paired": pairs,
+    "graphs-made": circumstances,
+}
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:

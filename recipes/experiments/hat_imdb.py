@@ -35,7 +35,10 @@ SETTINGS = {
         "full attention": {"length": 2048},
         "segments alone": {"length": 2048, "hat": {"segment_length": 128, "layout": "S S S S S S"}},
         "HAT": {"length": 2048, "hat": {"segment_length": 128, "layout": "I1"}},
-        "HAT, gated": {"length": 2048, "hat": {"segment_length": 128, "layout": "I1", "gated": True}},
+        "HAT, gated": {
+            "length": 2048,
+            "hat": {"segment_length": 128, "layout": "I1", "gated": True},
+        },
     },
     "last": ["HAT, gated"],
     "seeds": [0, 1, 2],
@@ -82,7 +85,9 @@ def drawn(rows: list[Row], number: int, seed: str) -> list[Row]:
     """A balanced sample."""
     found = []
     for label in (0, 1):
-        found += random.Random(f"{seed} {label}").sample([r for r in rows if r[1] == label], number // 2)
+        found += random.Random(f"{seed} {label}").sample(
+            [r for r in rows if r[1] == label], number // 2
+        )
     return found
 
 
@@ -113,10 +118,16 @@ def inputs(rows: list[Row], length: int) -> dict[str, Tensor]:
     longest = max(map(len, cut))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in cut])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in cut])
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([label for _, label in rows])}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.tensor([label for _, label in rows]),
+    }
 
 
-def passes(model: PreTrainedModel, rows: list[Row], length: int, settings: dict, decay: float, seed: int) -> float:
+def passes(
+    model: PreTrainedModel, rows: list[Row], length: int, settings: dict, decay: float, seed: int
+) -> float:
     """Train for one pass over the rows, all but the table of words; the mean loss at the end."""
     model.get_input_embeddings().weight.requires_grad_(False)
     order = batches(rows, settings["batch"])
@@ -136,7 +147,9 @@ def short_classifier(settings: dict, seed: int) -> PreTrainedModel:
     """MiniLM trained on short reviews; it is kept in a temporary folder for the other runs of the seed."""
     short = settings["short"]
     told = json.dumps([short, settings["weight_decay"], seed], sort_keys=True)
-    folder = Path(tempfile.gettempdir()) / "hat_imdb" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    folder = (
+        Path(tempfile.gettempdir()) / "hat_imdb" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    )
     if not folder.exists():
         torch.manual_seed(seed)
         model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
@@ -144,7 +157,9 @@ def short_classifier(settings: dict, seed: int) -> PreTrainedModel:
         passes(model, rows, short["most"], short, settings["weight_decay"], seed)
         model.save_pretrained(folder)
     dropout = settings["long"]["attention_dropout"]
-    return AutoModelForSequenceClassification.from_pretrained(folder, attention_probs_dropout_prob=dropout)
+    return AutoModelForSequenceClassification.from_pretrained(
+        folder, attention_probs_dropout_prob=dropout
+    )
 
 
 def with_positions(model: PreTrainedModel, number: int) -> PreTrainedModel:
@@ -210,7 +225,10 @@ def cost(settings: dict, name: str, tokens: int) -> dict:
     """CPU seconds and memory of a forward pass and of training steps on reviews of so many tokens."""
     count, length = settings["cost"]["batch"], settings["models"][name]["length"]
     draw = random.Random(0)
-    rows = [([101, *(draw.randrange(1000, 30000) for _ in range(tokens - 2)), 102], i % 2) for i in range(count)]
+    rows = [
+        ([101, *(draw.randrange(1000, 30000) for _ in range(tokens - 2)), 102], i % 2)
+        for i in range(count)
+    ]
     given, found = inputs(rows, length), {"batch": count}
     for what, dropout in (("forward", 0.0), ("step", 0.0), ("step with attention dropout", 0.1)):
         model = AutoModelForSequenceClassification.from_pretrained(

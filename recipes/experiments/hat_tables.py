@@ -28,9 +28,26 @@ def accuracy(results: dict) -> str:
         before = statistics.mean(100 * run["accuracy_before"] for run in found)
         spread = mean_and_deviation(accuracies, 1) if len(found) > 1 else f"{accuracies[0]:.1f}"
         seconds = [statistics.mean(run[k] for run in found) for k in ("train_cpu", "test_cpu")]
-        rows.append([name, str(len(found)), f"{before:.1f}", spread, " / ".join(f"{a:.1f}" for a in accuracies)])
+        rows.append(
+            [
+                name,
+                str(len(found)),
+                f"{before:.1f}",
+                spread,
+                " / ".join(f"{a:.1f}" for a in accuracies),
+            ]
+        )
         rows[-1] += [f"{found[0]['parameters'] / 1e6:.1f} M", *(f"{s:.0f} s" for s in seconds)]
-    head = ["model", "seeds", "before, %", "after, %", "by seed", "parameters", "CPU training", "CPU reading"]
+    head = [
+        "model",
+        "seeds",
+        "before, %",
+        "after, %",
+        "by seed",
+        "parameters",
+        "CPU training",
+        "CPU reading",
+    ]
     return table(head, rows)
 
 
@@ -64,7 +81,9 @@ def paired(results: dict) -> str:
         if won + lost:
             p = binomtest(won, won + lost).pvalue
             rows.append([other, str(won), str(lost), f"{p:.3f}" if p >= 0.0005 else "< 0.001"])
-    return table(["HAT against", "HAT alone is right", "the other alone is right", "two-sided p"], rows)
+    return table(
+        ["HAT against", "HAT alone is right", "the other alone is right", "two-sided p"], rows
+    )
 
 
 def speed(results: dict) -> str:
@@ -78,7 +97,11 @@ def speed(results: dict) -> str:
         cells = []
         for name in names:
             r = ways[name]
-            ratio = "" if r is ways[names[0]] else f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f}), "
+            ratio = (
+                ""
+                if r is ways[names[0]]
+                else f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f}), "
+            )
             cells.append(f"{ratio}{r['seconds']:.2f} s, {r['extra_mib']:.0f} MiB")
         rows.append([f"{length:,}", kind, *cells])
     where = results["environment"]

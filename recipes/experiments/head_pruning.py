@@ -42,8 +42,16 @@ SETTINGS = {
         "static": {"trained": ["bias"], "entropy": 0.0, "rankings": ["beta", "gradient", "random"]},
         "untrained": {"trained": None, "rankings": ["gradient", "random"]},
         # so much of the entropy is subtracted: tokens are kept from choosing few heads
-        "input-dependent, entropy x 0.01": {"trained": FUSION, "entropy": -0.01, "rankings": ["beta"]},
-        "input-dependent, entropy x 0.1": {"trained": FUSION, "entropy": -0.1, "rankings": ["beta"]},
+        "input-dependent, entropy x 0.01": {
+            "trained": FUSION,
+            "entropy": -0.01,
+            "rankings": ["beta"],
+        },
+        "input-dependent, entropy x 0.1": {
+            "trained": FUSION,
+            "entropy": -0.1,
+            "rankings": ["beta"],
+        },
     },
     "seeds": [0, 1, 2],
     "steps": 30,
@@ -68,7 +76,10 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
             yield key_of_search(way, rate), functools.partial(searched, settings, way, rate)
     for seed in settings["seeds"]:
         for way, wanted in settings["ways"].items():
-            yield key_of(way, seed, "trained"), functools.partial(trained, settings, found, way, seed)
+            yield (
+                key_of(way, seed, "trained"),
+                functools.partial(trained, settings, found, way, seed),
+            )
             for ranking in wanted["rankings"]:
                 at_random = ranking == RANDOM_PER_TOKEN
                 do = functools.partial(pruned, settings, way, seed, ranking)
@@ -89,7 +100,9 @@ def key_of_search(way: str, rate: float) -> str:
 
 def best_rate(settings: dict, found: dict, way: str) -> float:
     """The learning rate with the least loss on the ends of the training texts."""
-    return min(settings["search"]["rates"], key=lambda r: found[key_of_search(way, r)]["validation"])
+    return min(
+        settings["search"]["rates"], key=lambda r: found[key_of_search(way, r)]["validation"]
+    )
 
 
 def read_stock(settings: dict) -> dict:
@@ -100,7 +113,9 @@ def read_stock(settings: dict) -> dict:
 def searched(settings: dict, way: str, rate: float) -> dict:
     """The loss on the ends of the training texts after training with a rate, the mean over texts."""
     model = ha.patch_model(pretrained(), ha.HeadFusionConfig())
-    loss = train(settings, model, way, settings["search"]["seed"], rate, settings["search"]["steps"])
+    loss = train(
+        settings, model, way, settings["search"]["seed"], rate, settings["search"]["steps"]
+    )
     ends = [tokens(kind, held_out=False)[-VALIDATION:] for kind in KINDS]
     read = [math.log(perplexity(model, end, settings["held_out_window"]).value) for end in ends]
     return {"loss": round(loss, 4), "validation": round(statistics.mean(read), 5)}
@@ -111,7 +126,9 @@ def train(settings: dict, model: nn.Module, way: str, seed: int, rate: float, st
     wanted, draw = settings["ways"][way], random.Random(seed)
     ha.freeze_base(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name.split(".")[-1] in wanted["trained"])
+        parameter.requires_grad_(
+            parameter.requires_grad and name.split(".")[-1] in wanted["trained"]
+        )
     texts = [tokens(kind, held_out=False)[:-VALIDATION] for kind in KINDS]
 
     def loss() -> Tensor:
@@ -130,9 +147,14 @@ def trained(settings: dict, found: dict, way: str, seed: int) -> dict:
     model, how = ha.patch_model(pretrained(), ha.HeadFusionConfig()), {}
     if settings["ways"][way]["trained"]:
         how["learning_rate"] = best_rate(settings, found, way)
-        how["loss"] = round(train(settings, model, way, seed, how["learning_rate"], settings["steps"]), 4)
+        how["loss"] = round(
+            train(settings, model, way, seed, how["learning_rate"], settings["steps"]), 4
+        )
         how["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    torch.save({n: p for n, p in model.state_dict().items() if ".hyper." in n}, weights_file(settings, way, seed))
+    torch.save(
+        {n: p for n, p in model.state_dict().items() if ".hyper." in n},
+        weights_file(settings, way, seed),
+    )
     usage, ids = calibrated(settings, model, seed), tokenizer()(settings["sentence"])["input_ids"]
     names = [tokenizer().decode([i]) for i in ids]
     return how | {
@@ -183,7 +205,8 @@ def perplexities(settings: dict, model: nn.Module) -> dict[str, float]:
     """Perplexity of the held-out text of each kind."""
     size, count = settings["held_out_window"], settings["held_out_windows"]
     return {
-        kind: round(perplexity(model, tokens(kind, held_out=True)[: size * count], size).value, 3) for kind in KINDS
+        kind: round(perplexity(model, tokens(kind, held_out=True)[: size * count], size).value, 3)
+        for kind in KINDS
     }
 
 
@@ -195,7 +218,9 @@ def calibrated(settings: dict, model: nn.Module, seed: int):
 def calibration(settings: dict, seed: int) -> Tensor:
     """Token ids [3, n], a piece of each training text, another for each seed."""
     size = settings["calibration_tokens"]
-    return torch.stack([tokens(kind, held_out=False)[seed * size : (seed + 1) * size] for kind in KINDS])
+    return torch.stack(
+        [tokens(kind, held_out=False)[seed * size : (seed + 1) * size] for kind in KINDS]
+    )
 
 
 def pretrained() -> nn.Module:

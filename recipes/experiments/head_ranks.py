@@ -30,7 +30,10 @@ class Heads:
 
     def hosts(self) -> dict[str, tuple[nn.Module, int]]:
         """Every host by name, and how many heads it has."""
-        return {n: (self.model.get_submodule(n), layers[0].count) for n, layers in fusion_layers(self.model).items()}
+        return {
+            n: (self.model.get_submodule(n), layers[0].count)
+            for n, layers in fusion_layers(self.model).items()
+        }
 
 
 def by_beta(heads: Heads) -> Ranks:
@@ -44,7 +47,9 @@ def by_weight_norm(heads: Heads) -> Ranks:
     found = {}
     for name, (host, count) in heads.hosts().items():
         outputs = host.o_proj.weight.detach().unflatten(1, (count, -1))  # [width, heads, d]
-        values = host.v_proj.weight.detach().unflatten(0, (-1, outputs.shape[-1]))  # [kv heads, d, width]
+        values = host.v_proj.weight.detach().unflatten(
+            0, (-1, outputs.shape[-1])
+        )  # [kv heads, d, width]
         group = count // len(values)
         for head in range(count):
             found[name, head] = float(outputs[:, head].norm() * values[head // group].norm())
@@ -58,7 +63,9 @@ def by_contribution(heads: Heads) -> Ranks:
     def listen(name: str, count: int):
         def hook(module, args):
             parts = torch.einsum(
-                "bnhd,ohd->bnho", args[0].unflatten(-1, (count, -1)), module.weight.unflatten(1, (count, -1))
+                "bnhd,ohd->bnho",
+                args[0].unflatten(-1, (count, -1)),
+                module.weight.unflatten(1, (count, -1)),
             )
             for head, x in enumerate(parts.norm(dim=-1).mean((0, 1)).tolist()):
                 found[name, head] = x
@@ -66,7 +73,9 @@ def by_contribution(heads: Heads) -> Ranks:
         return hook
 
     hosts = heads.hosts()
-    handles = [h.o_proj.register_forward_pre_hook(listen(n, count)) for n, (h, count) in hosts.items()]
+    handles = [
+        h.o_proj.register_forward_pre_hook(listen(n, count)) for n, (h, count) in hosts.items()
+    ]
     try:
         with torch.no_grad():
             heads.model(input_ids=heads.texts, use_cache=False)
@@ -84,8 +93,12 @@ def by_gradient(heads: Heads) -> Ranks:
     hosts = heads.hosts()
     totals = {name: torch.zeros(count) for name, (_, count) in hosts.items()}
     for row in heads.texts:
-        inputs, loss = inputs_and_loss(heads.model, {n: host.o_proj for n, (host, _) in hosts.items()}, row)
-        for (name, x), gradient in zip(inputs.items(), torch.autograd.grad(loss, list(inputs.values()))):
+        inputs, loss = inputs_and_loss(
+            heads.model, {n: host.o_proj for n, (host, _) in hosts.items()}, row
+        )
+        for (name, x), gradient in zip(
+            inputs.items(), torch.autograd.grad(loss, list(inputs.values()))
+        ):
             by_head = (x * gradient).detach().unflatten(-1, (len(totals[name]), -1)).sum(-1)
             totals[name] += by_head.abs().sum((0, 1))
     for name, total in totals.items():
@@ -94,7 +107,9 @@ def by_gradient(heads: Heads) -> Ranks:
     return found
 
 
-def inputs_and_loss(model: nn.Module, modules: dict[str, nn.Module], ids: Tensor) -> tuple[dict, Tensor]:
+def inputs_and_loss(
+    model: nn.Module, modules: dict[str, nn.Module], ids: Tensor
+) -> tuple[dict, Tensor]:
     """What enters each of the modules when the model reads the ids [N], and its loss, with their graph."""
     found: dict[str, Tensor] = {}
     handles = [
@@ -113,13 +128,19 @@ def by_layer(ranks: Ranks) -> Ranks:
     means: dict[str, list[float]] = {}
     for (name, _), x in ranks.items():
         means.setdefault(name, []).append(x)
-    return {(name, head): x * len(means[name]) / sum(means[name]) for (name, head), x in ranks.items()}
+    return {
+        (name, head): x * len(means[name]) / sum(means[name]) for (name, head), x in ranks.items()
+    }
 
 
 def random_ranks(heads: Heads, seed: int) -> Ranks:
     """A random order, the same for a seed."""
     draw = random.Random(seed)
-    return {(name, head): draw.random() for name, (_, count) in heads.hosts().items() for head in range(count)}
+    return {
+        (name, head): draw.random()
+        for name, (_, count) in heads.hosts().items()
+        for head in range(count)
+    }
 
 
 RANKS = {

@@ -31,7 +31,8 @@ def growth(results: dict, way: str, ranking: str, share: float) -> list[float]:
     """How many times the perplexity grows when the share is dropped, geometric mean over texts: one number a seed."""
     pairs = zip(seeds(results, way, "trained"), seeds(results, way, ranking))
     return [
-        math.exp(losses(after["perplexity"][str(share)]) - losses(before["perplexity"])) for before, after in pairs
+        math.exp(losses(after["perplexity"][str(share)]) - losses(before["perplexity"]))
+        for before, after in pairs
     ]
 
 
@@ -52,8 +53,12 @@ def pruning(results: dict) -> str:
     """Growth of the perplexity, a row for each way and ranking."""
     shares, rows = results["settings"]["shares"], []
     for way, ranking in rankings(results):
-        rows.append([f"{way}: {ranking}", *(spread(growth(results, way, ranking, s)) for s in shares)])
-    return table(["weights of heads: dropped first", *(f"{100 * s:.0f} % of heads" for s in shares)], rows)
+        rows.append(
+            [f"{way}: {ranking}", *(spread(growth(results, way, ranking, s)) for s in shares)]
+        )
+    return table(
+        ["weights of heads: dropped first", *(f"{100 * s:.0f} % of heads" for s in shares)], rows
+    )
 
 
 def spread(values: list[float]) -> str:
@@ -66,7 +71,9 @@ def spread(values: list[float]) -> str:
 def training(results: dict) -> str:
     """Perplexity before and after the weights of heads were trained, with their entropy."""
     stock, rows = results["runs"]["stock"]["perplexity"], []
-    rows.append(["SmolLM2 as it is", "0", "-", *(f"{x:.2f}" for x in stock.values()), "1", "1", "1"])
+    rows.append(
+        ["SmolLM2 as it is", "0", "-", *(f"{x:.2f}" for x in stock.values()), "1", "1", "1"]
+    )
     for way, wanted in results["settings"]["ways"].items():
         found = seeds(results, way, "trained")
         if not wanted["trained"] or len(found) < 2:
@@ -76,8 +83,19 @@ def training(results: dict) -> str:
         means = [x for run in found for mean in run["mean"].values() for x in mean]
         cells = [mean_and_deviation([run["perplexity"][k] for run in found], 2) for k in stock]
         rows.append([way, f"{found[0]['parameters']:,}", f"{found[0]['learning_rate']:g}", *cells])
-        rows[-1] += [f"{entropy:.3f}", f"{min(map(min, entropies)):.3f}", f"{min(means):.2f} to {max(means):.2f}"]
-    head = ["weights of heads", "parameters", "learning rate", *stock, "entropy", "of the least even layer"]
+        rows[-1] += [
+            f"{entropy:.3f}",
+            f"{min(map(min, entropies)):.3f}",
+            f"{min(means):.2f} to {max(means):.2f}",
+        ]
+    head = [
+        "weights of heads",
+        "parameters",
+        "learning rate",
+        *stock,
+        "entropy",
+        "of the least even layer",
+    ]
     head.append("mean M·beta of a head")
     return table(head, rows)
 
@@ -90,7 +108,10 @@ def fusion(results: dict) -> str:
     gains = {way: [100 * (losses(run["perplexity"]) - stock) for run in seeds(results, way, "trained")]
              for way, wanted in results["settings"]["ways"].items() if wanted["trained"]}  # fmt: skip
     usual, static = gains["input-dependent"], gains["static"]
-    tests = {f"{way} against none": (gains[way], [0.0] * len(gains[way])) for way in ("input-dependent", "static")}
+    tests = {
+        f"{way} against none": (gains[way], [0.0] * len(gains[way]))
+        for way in ("input-dependent", "static")
+    }
     tests["input-dependent against static"] = (usual, static)
     tests |= {
         f"{way} against without": (gains[way], usual)
@@ -98,7 +119,9 @@ def fusion(results: dict) -> str:
         if wanted.get("entropy") and len(gains[way]) == every
     }
     rows = [[name, paired(*both, 2), f"{detectable(*both):.2f}"] for name, both in tests.items()]
-    return table(["weights of heads", "difference of log perplexity, x 100", "what would be found"], rows)
+    return table(
+        ["weights of heads", "difference of log perplexity, x 100", "what would be found"], rows
+    )
 
 
 def sentence(results: dict) -> str:
@@ -126,7 +149,9 @@ def plot(results: dict):
     from . import figures
 
     settings = results["settings"]
-    ways = [way for way, wanted in settings["ways"].items() if len(wanted["rankings"]) > 1]  # with rivals
+    ways = [
+        way for way, wanted in settings["ways"].items() if len(wanted["rankings"]) > 1
+    ]  # with rivals
     names = list(dict.fromkeys(ranking for way, ranking in rankings(results) if way in ways))
     colours = dict(zip(names, (*figures.COLOURS, "#da8bc3")))
     figure = Figure(figsize=(3.4 * len(ways), 4.4), layout="constrained")
@@ -145,7 +170,9 @@ def plot(results: dict):
         axes.minorticks_off()
         axes.set_title(way, fontsize=9)
     plots[0].set(ylabel="perplexity over that of the whole model")
-    drawn = {name: handle for axes in plots for handle, name in zip(*axes.get_legend_handles_labels())}
+    drawn = {
+        name: handle for axes in plots for handle, name in zip(*axes.get_legend_handles_labels())
+    }
     figure.legend(drawn.values(), drawn, fontsize=7, ncols=4, loc="outside lower center",
                   title="line: geometric mean, shade: from the least to the largest", title_fontsize=7)  # fmt: skip
     return figure
@@ -162,7 +189,9 @@ def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
 
     results, text = load("head_pruning", folder), page.read_text()
     if results["settings"] != json.loads(json.dumps(EXPERIMENT.settings)):
-        print("head_pruning.json is of other settings than the experiment has; its page is left as it is")
+        print(
+            "head_pruning.json is of other settings than the experiment has; its page is left as it is"
+        )
         return
     figures.save(plot(results), plots / "head_pruning.svg")
     for name, make in TABLES.items():

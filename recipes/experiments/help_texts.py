@@ -72,9 +72,13 @@ def pairs_in(folder: Path, name: str) -> list[Pair]:
     Raises:
         ValueError: the files have different numbers of lines.
     """
-    german, english = ((folder / f"{name}.{end}").read_text(encoding="utf-8").splitlines() for end in ("de", "en"))
+    german, english = (
+        (folder / f"{name}.{end}").read_text(encoding="utf-8").splitlines() for end in ("de", "en")
+    )
     if len(german) != len(english):
-        raise ValueError(f"{folder / name}.de has {len(german)} lines, .en {len(english)}; allowed: as many, aligned")
+        raise ValueError(
+            f"{folder / name}.de has {len(german)} lines, .en {len(english)}; allowed: as many, aligned"
+        )
     return list(zip(german, english))
 
 

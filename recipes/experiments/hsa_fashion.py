@@ -43,7 +43,10 @@ def words(text: str) -> list[str]:
 
 #: For every sentence the facts it can have, and all words with the number that stands for each.
 CHOICES = [sorted({facts[slot] for facts in FACTS}) for slot in range(4)]
-VOCABULARY = {word: i for i, word in enumerate(sorted({w for facts in FACTS for w in words(TEXT.format(*facts))}))}
+VOCABULARY = {
+    word: i
+    for i, word in enumerate(sorted({w for facts in FACTS for w in words(TEXT.format(*facts))}))
+}
 #: Places of the four facts among the words.
 SLOTS = [i for i, word in enumerate(words(TEXT.format(*(["FACT"] * 4)))) if word == "FACT"]
 
@@ -73,7 +76,9 @@ def descriptions(labels: Tensor, wrong: float, draw: torch.Generator) -> Tensor:
     return ids
 
 
-def hidden(images: Tensor, share: float, noise: float, draw: torch.Generator, patch: int = 4) -> Tensor:
+def hidden(
+    images: Tensor, share: float, noise: float, draw: torch.Generator, patch: int = 4
+) -> Tensor:
     """Images [B, 1, 28, 28] with so many of their patches black, and normal noise on all pixels."""
     side = images.shape[-1] // patch
     seen = (torch.rand(len(images), 1, side, side, generator=draw) >= share).to(images.dtype)

@@ -76,9 +76,14 @@ def encode(texts: list[str], known: dict[str, int], length: int) -> tuple[Tensor
     """
     spans = [[match.span() for match in WORD.finditer(text)][:length] for text in texts]
     longest = max(map(len, spans))
-    ids, offsets = torch.full((len(texts), longest), PADDING), torch.zeros(len(texts), longest, 2).long()
+    ids, offsets = (
+        torch.full((len(texts), longest), PADDING),
+        torch.zeros(len(texts), longest, 2).long(),
+    )
     for row, (text, places) in enumerate(zip(texts, spans, strict=True)):
-        ids[row, : len(places)] = torch.tensor([known.get(text[a:b].lower(), UNKNOWN) for a, b in places])
+        ids[row, : len(places)] = torch.tensor(
+            [known.get(text[a:b].lower(), UNKNOWN) for a, b in places]
+        )
         offsets[row, : len(places)] = torch.tensor(places)
     return ids, (ids != PADDING).long(), offsets
 
@@ -109,7 +114,9 @@ def model_of(settings: dict, name: str, words: int) -> ha.HsaEncoderForSequenceC
         "pad_token_id": PADDING,
         "num_labels": 2,
     }
-    return ha.HsaEncoderForSequenceClassification(ha.HsaEncoderConfig(**config | settings["models"][name]))
+    return ha.HsaEncoderForSequenceClassification(
+        ha.HsaEncoderConfig(**config | settings["models"][name])
+    )
 
 
 def train(settings: dict, name: str, seed: int) -> dict:
@@ -120,11 +127,17 @@ def train(settings: dict, name: str, seed: int) -> dict:
     draw = torch.Generator().manual_seed(seed)
 
     def batch_loss() -> Tensor:
-        mine = [rows[i] for i in torch.randint(len(rows), (settings["batch"],), generator=draw).tolist()]
+        mine = [
+            rows[i] for i in torch.randint(len(rows), (settings["batch"],), generator=draw).tolist()
+        ]
         labels = torch.tensor([label for _, label in mine])
-        return model(**inputs_of(settings, name, [text for text, _ in mine], known), labels=labels).loss
+        return model(
+            **inputs_of(settings, name, [text for text, _ in mine], known), labels=labels
+        ).loss
 
-    loss = fit(model, batch_loss, settings["steps"], settings["learning_rate"], settings["weight_decay"])
+    loss = fit(
+        model, batch_loss, settings["steps"], settings["learning_rate"], settings["weight_decay"]
+    )
     found = {"accuracy": accuracy(settings, name, model.eval(), test, known), "loss": loss}
     return found | {"parameters": size_of(model)}
 
@@ -135,7 +148,9 @@ def accuracy(settings: dict, name: str, model, rows: Rows, known: dict[str, int]
     right, rows = 0, sorted(rows, key=lambda row: len(row[0]))
     for start in range(0, len(rows), settings["batch"]):
         mine = rows[start : start + settings["batch"]]
-        guess = model(**inputs_of(settings, name, [text for text, _ in mine], known)).logits.argmax(-1)
+        guess = model(**inputs_of(settings, name, [text for text, _ in mine], known)).logits.argmax(
+            -1
+        )
         right += int((guess == torch.tensor([label for _, label in mine])).sum())
     return round(right / len(rows), 4)
 

@@ -61,14 +61,23 @@ def model_of(settings: dict, name: str) -> ha.HsaEncoderForSequenceClassificatio
         num_attention_heads=settings["heads"],
         max_position_embeddings=32,
         attention=kind["attention"],
-        sibling_positions={"signals": 2, "text": 2, "paragraph": 2, "sentence": 8, "image": 4, "cell": 4},
+        sibling_positions={
+            "signals": 2,
+            "text": 2,
+            "paragraph": 2,
+            "sentence": 8,
+            "image": 4,
+            "cell": 4,
+        },
         initializer_range=settings["initializer_range"],
         num_labels=10,
     )
     return ha.HsaEncoderForSequenceClassification(config)
 
 
-def inputs_of(settings: dict, name: str, images: Tensor, labels: Tensor, draw: torch.Generator) -> dict:
+def inputs_of(
+    settings: dict, name: str, images: Tensor, labels: Tensor, draw: torch.Generator
+) -> dict:
     """What a model is given; both signals are drawn in any case, so that all models see the same corruption."""
     kind = settings["models"][name]
     ids = descriptions(labels, settings["wrong_facts"], draw)
@@ -94,8 +103,14 @@ def train(settings: dict, name: str, seed: int) -> dict:
         inputs = inputs_of(settings, name, images[rows], labels[rows], draw)
         return model(**inputs, labels=labels[rows]).loss
 
-    loss = fit(model, batch_loss, settings["steps"], settings["learning_rate"], settings["weight_decay"])
-    return {"accuracy": accuracy(settings, name, model.eval()), "loss": loss, "parameters": size_of(model)}
+    loss = fit(
+        model, batch_loss, settings["steps"], settings["learning_rate"], settings["weight_decay"]
+    )
+    return {
+        "accuracy": accuracy(settings, name, model.eval()),
+        "loss": loss,
+        "parameters": size_of(model),
+    }
 
 
 @torch.no_grad()

@@ -25,10 +25,15 @@ SETTINGS = {
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
     """First the search for learning rates, then every seed, depth and model."""
-    search, rows = settings["search"], list(itertools.product(settings["layers"], settings["models"]))
+    search, rows = (
+        settings["search"],
+        list(itertools.product(settings["layers"], settings["models"])),
+    )
     for layers, model in rows:
         for rate in search["rates"]:
-            do = functools.partial(train, settings, model, layers, search["seed"], rate, search["first"])
+            do = functools.partial(
+                train, settings, model, layers, search["seed"], rate, search["first"]
+            )
             yield key_of_search(row_of(model, layers), rate), do
     for seed in settings["seeds"]:
         for layers, model in rows:
@@ -55,7 +60,12 @@ def train_at_best(settings: dict, found: dict, model: str, layers: int, seed: in
 
 def train(settings: dict, model: str, layers: int, seed: int, rate: float, first: int = 0) -> dict:
     """One run of hsa_joined at this depth and rate, read on test images from number `first` on."""
-    changed = {"layers": layers, "learning_rate": rate, "first": first, "models": hsa_joined.SETTINGS["models"]}
+    changed = {
+        "layers": layers,
+        "learning_rate": rate,
+        "first": first,
+        "models": hsa_joined.SETTINGS["models"],
+    }
     return hsa_joined.train(settings["task"] | changed, model, seed) | {"learning_rate": rate}
 
 

@@ -16,7 +16,10 @@ TREE, FLAT = "joined, tree", "joined, flat"
 def accuracies(results: dict, model: str, layers: int) -> list[float]:
     """Of all seeds, in percent; empty where one is missing."""
     seeds = results["settings"]["seeds"]
-    return [100 * run["accuracy"] for run in all_done(results, (key_of(row_of(model, layers), s) for s in seeds))]
+    return [
+        100 * run["accuracy"]
+        for run in all_done(results, (key_of(row_of(model, layers), s) for s in seeds))
+    ]
 
 
 def deep(results: dict) -> str:
@@ -25,11 +28,22 @@ def deep(results: dict) -> str:
     for layers in settings["layers"]:
         tree, flat = (accuracies(results, model, layers) for model in (TREE, FLAT))
         if tree and flat:
-            rates = [f"{best_rate(settings, results['runs'], row_of(model, layers)):g}" for model in (TREE, FLAT)]
+            rates = [
+                f"{best_rate(settings, results['runs'], row_of(model, layers)):g}"
+                for model in (TREE, FLAT)
+            ]
             means = [mean_and_deviation(values, 1) for values in (tree, flat)]
             rows.append([str(layers), rates[0], means[0], rates[1], means[1]])
             rows[-1] += [paired(tree, flat), f"{detectable(tree, flat):.1f}"]
-    head = ["layers", "rate, tree", "tree, %", "rate, flat", "flat, %", "tree less flat", "what would be found"]
+    head = [
+        "layers",
+        "rate, tree",
+        "tree, %",
+        "rate, flat",
+        "flat, %",
+        "tree less flat",
+        "what would be found",
+    ]
     return table(head, rows)
 
 

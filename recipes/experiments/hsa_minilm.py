@@ -52,11 +52,16 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     """The runs of the experiment: for each its name and what computes it."""
     for way in settings["ways"]:
         for layer in range(6):
-            yield f"{way}; layer {layer}", functools.partial(fidelity, settings, way, [layer], "chosen_on")
+            yield (
+                f"{way}; layer {layer}",
+                functools.partial(fidelity, settings, way, [layer], "chosen_on"),
+            )
         layers = best_layers(settings, found, way)
         yield f"{way}; chosen", functools.partial(fidelity, settings, way, layers, "read_on")
         if way in settings["interleaved_in"]:
-            interleaved = functools.partial(fidelity, settings, way, settings["interleaved"], "read_on")
+            interleaved = functools.partial(
+                fidelity, settings, way, settings["interleaved"], "read_on"
+            )
             yield f"{way}; interleaved", interleaved
 
 
@@ -76,7 +81,9 @@ def encoder():
 
 def config_of(way: dict) -> ha.HsaConfig:
     """The mechanism of a way; trees that are no windows come with the call."""
-    known = {k: tuple(v) if k == "windows" else v for k, v in way.items() if k not in ("beside", "text")}
+    known = {
+        k: tuple(v) if k == "windows" else v for k, v in way.items() if k not in ("beside", "text")
+    }
     return ha.HsaConfig(**known)
 
 
@@ -88,7 +95,9 @@ def windows_beside(mask: Tensor, sizes: list[int]) -> Tensor:
     """
     at = torch.arange(mask.shape[1]).expand_as(mask)
     special = (at == 0) | (at == mask.sum(1, keepdim=True) - 1)
-    levels = [torch.where(special, mask.shape[1] + at, (at - 1) // size) for size in reversed(sizes)]
+    levels = [
+        torch.where(special, mask.shape[1] + at, (at - 1) // size) for size in reversed(sizes)
+    ]
     return torch.stack(levels, -1).masked_fill(mask[..., None] == 0, -1)
 
 
@@ -163,7 +172,11 @@ def fidelity(settings: dict, way: str, layers: list[int], which: str) -> dict:
 def share_of_pairs(settings: dict, way: dict) -> float:
     """Logits that a head of a patched layer computes for a text of full length, as a share of N², by the definition."""
     tokenizer, _ = encoder()
-    text = next(t for t in sample({"reviews": 50}, CHOSEN)["reviews"] if len(tokenizer(t)["input_ids"]) > 300)
+    text = next(
+        t
+        for t in sample({"reviews": 50}, CHOSEN)["reviews"]
+        if len(tokenizer(t)["input_ids"]) > 300
+    )
     encoding = tokenizer(
         [text],
         truncation=True,
@@ -182,8 +195,12 @@ def share_of_pairs(settings: dict, way: dict) -> float:
     total = 0
     for i in range(n):
         closed = cover(zero, i, tree, facts, seen, way["near"], way["sinks"], 0)[1]
-        tokens, blocks = cover(zero, i, tree, facts, seen, way["near"], way["sinks"], way["refine_top_k"])
-        total += len(tokens) + len(blocks) + min(len(closed), way["refine_top_k"])  # those opened were looked at
+        tokens, blocks = cover(
+            zero, i, tree, facts, seen, way["near"], way["sinks"], way["refine_top_k"]
+        )
+        total += (
+            len(tokens) + len(blocks) + min(len(closed), way["refine_top_k"])
+        )  # those opened were looked at
     return total / n**2
 
 

@@ -14,7 +14,9 @@ from .hsa_texts import labelled
 from .store import Experiment, load
 
 SETTINGS = {
-    "ways": {way: MINILM["ways"][way] for way in ("key, 8, near 16, top 4", "key, 16-64, near 32, top 4")},
+    "ways": {
+        way: MINILM["ways"][way] for way in ("key, 8, near 16, top 4", "key, 16-64, near 32, top 4")
+    },
     "train": 500,
     "test": 500,
     "C": 10.0,

@@ -25,7 +25,9 @@ def minilm(results: dict) -> str:
             found = runs.get(f"{way}; {choice}")
             if found is None:
                 continue
-            layers = ", ".join(map(str, found["layers"])) + (" (paper)" if choice == "interleaved" else "")
+            layers = ", ".join(map(str, found["layers"])) + (
+                " (paper)" if choice == "interleaved" else ""
+            )
             cosines = [f"{found[k]:.4f}" for k in (*kinds, "mean", "least")]
             rows.append([way, layers, f"{100 * found['pairs']:.0f} %", *cosines])
     return table(head, rows)
@@ -66,7 +68,14 @@ def trained(results: dict) -> str:
             continue
         accuracies = [100 * run["accuracy"] for run in found]
         seconds = statistics.mean(run["seconds"]["cpu"] for run in found)
-        rows.append([name, f"{found[0]['parameters']:,}", str(len(found)), mean_and_deviation(accuracies, 1)])
+        rows.append(
+            [
+                name,
+                f"{found[0]['parameters']:,}",
+                str(len(found)),
+                mean_and_deviation(accuracies, 1),
+            ]
+        )
         rows[-1] += [" / ".join(f"{a:.1f}" for a in accuracies), f"{seconds:.0f} s"]
     return table(["model", "parameters", "seeds", "accuracy, %", "by seed", "CPU time a run"], rows)
 

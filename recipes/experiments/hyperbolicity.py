@@ -53,8 +53,13 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     for name, source in itertools.product(settings["models"], settings["sources"]):
         yield f"{name}, {source}", functools.partial(read_names, settings, name, source)
     yield "normal numbers", functools.partial(read_normal, settings)
-    for level, kind, seed in itertools.product(settings["depths"], settings["kinds"], settings["seeds"]):
-        yield key_of(level, kind, seed), functools.partial(read_trained, settings, level, kind, seed)
+    for level, kind, seed in itertools.product(
+        settings["depths"], settings["kinds"], settings["seeds"]
+    ):
+        yield (
+            key_of(level, kind, seed),
+            functools.partial(read_trained, settings, level, kind, seed),
+        )
 
 
 def key_of(level: int, kind: str, seed: int) -> str:
@@ -105,7 +110,9 @@ def read_words(settings: dict, name: str) -> dict:
 def read_names(settings: dict, name: str, source: str) -> dict:
     """Names of diseases or phenotypes: their last hidden states, and how long they are, which grows with the depth."""
     parents = parents_of(source)
-    chosen = torch.randperm(len(parents), generator=torch.Generator().manual_seed(0))[: settings["words"]]
+    chosen = torch.randperm(len(parents), generator=torch.Generator().manual_seed(0))[
+        : settings["words"]
+    ]
     nodes = [sorted(parents)[i] for i in chosen]
     ids = ids_of([spelt(node) for node in nodes], name)
     level = torch.tensor([level_of(parents, node) for node in nodes], dtype=torch.float64)
@@ -147,7 +154,11 @@ def nouns(name: str, most: int) -> tuple[list[str], Tensor, list[int]]:
     known = sorted(word for word in first if re.fullmatch("[a-z]{3,}", word) and word in ids_of)
     chosen = torch.randperm(len(known), generator=torch.Generator().manual_seed(0))[:most]
     words = [known[i] for i in chosen]
-    return words, torch.tensor([ids_of[word] for word in words]), [level_of(parents, first[word]) for word in words]
+    return (
+        words,
+        torch.tensor([ids_of[word] for word in words]),
+        [level_of(parents, first[word]) for word in words],
+    )
 
 
 def level_of(parents: dict[str, str | None], node: str) -> int:
@@ -190,7 +201,10 @@ def last_states(name: str, ids: Tensor) -> Tensor:
     else:
         known = encoder()[0]
         texts = torch.cat([around(known.cls_token_id), ids, around(known.sep_token_id)], 1)
-    found = [model_of(name)(input_ids=rows, output_hidden_states=True).hidden_states[-1] for rows in texts.split(100)]
+    found = [
+        model_of(name)(input_ids=rows, output_hidden_states=True).hidden_states[-1]
+        for rows in texts.split(100)
+    ]
     states = torch.cat(found)
     return states[:, -1] if name == "SmolLM2" else states.mean(1)
 
@@ -240,11 +254,15 @@ def orders(settings: dict, model: torch.nn.Module, task: LcaTask) -> dict:
     """Rank correlations of norms with the level: of the table's rows, and of each head's keys in the first block."""
     rows, level = table_of_nodes(model, task)
     norm, attention = model.blocks[0][0], model.blocks[0][1]
-    keys = attention.qkv(norm(rows + model.places.weight[CLS + 1])).unflatten(-1, (3, attention.heads, -1))[:, 1]
+    keys = attention.qkv(norm(rows + model.places.weight[CLS + 1])).unflatten(
+        -1, (3, attention.heads, -1)
+    )[:, 1]
     return {
         "table": correlated(rows.norm(dim=-1), level),
         "keys": [correlated(head.norm(dim=-1), level) for head in keys.unbind(1)],
     }
 
 
-EXPERIMENT = Experiment("hyperbolicity", SETTINGS, runs, rows=("models", "sources", "kinds", "seeds"), hours=0.2)
+EXPERIMENT = Experiment(
+    "hyperbolicity", SETTINGS, runs, rows=("models", "sources", "kinds", "seeds"), hours=0.2
+)

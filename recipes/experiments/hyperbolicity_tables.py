@@ -26,7 +26,12 @@ def trees(results: dict) -> str:
     for level, kind in groups(results):
         runs = seeds(results, level, kind)
         if runs:
-            rows.append([f"table of nodes, depth {level}, {kind}", *of_trees([run["after"] for run in runs])])
+            rows.append(
+                [
+                    f"table of nodes, depth {level}, {kind}",
+                    *of_trees([run["after"] for run in runs]),
+                ]
+            )
     return table(["points", "largest", "largest, shuffled", "mean", "mean, shuffled"], rows)
 
 
@@ -67,7 +72,13 @@ def names(results: dict) -> str:
             alone = partial(by[1]["value"], by[0]["value"], run["length and depth"]["value"])
             cells = [*map(interval, (run["length and depth"], *by)), f"{alone:+.2f}"]
             rows.append([f"{name}: {source}", *cells])
-    head = ["last hidden states", "length and depth", "norm and length", "norm and depth", "at equal length"]
+    head = [
+        "last hidden states",
+        "length and depth",
+        "norm and length",
+        "norm and depth",
+        "at equal length",
+    ]
     return table(head, rows)
 
 
@@ -112,10 +123,16 @@ def against(results: dict) -> str:
     """The correlation of keys' norms with the level, hyperbolic less Euclidean distance, seed by seed."""
     rows = []
     for level in results["settings"]["depths"]:
-        both = [[of_keys(run["after"]) for run in seeds(results, level, kind)] for kind in (HYPERBOLIC, EUCLIDEAN)]
+        both = [
+            [of_keys(run["after"]) for run in seeds(results, level, kind)]
+            for kind in (HYPERBOLIC, EUCLIDEAN)
+        ]
         if len(both[0]) == len(both[1]) == len(results["settings"]["seeds"]):
             rows.append([f"depth {level}", paired(*both, 2), f"{detectable(*both):.2f}"])
-    return table(["hyperbolic less Euclidean distance", "correlation of keys' norms", "what would be found"], rows)
+    return table(
+        ["hyperbolic less Euclidean distance", "correlation of keys' norms", "what would be found"],
+        rows,
+    )
 
 
 def groups(results: dict) -> list[tuple[int, str]]:

@@ -52,7 +52,10 @@ KINDS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "Euclidean distance": (minus_distance, ("temperature",)),
     "hyperbolic distance": (ha.hyperbolic_scores, ("curvature", "temperature")),
     "umbral cone, xi": (partial(ha.cone_scores, variant="umbral"), ("gamma", "radius")),
-    "umbral cone, psi": (partial(ha.cone_scores, variant="umbral", mapping="psi"), ("gamma", "radius")),
+    "umbral cone, psi": (
+        partial(ha.cone_scores, variant="umbral", mapping="psi"),
+        ("gamma", "radius"),
+    ),
     "penumbral cone, psi": (partial(ha.cone_scores, variant="penumbral"), ("gamma", "radius")),
 }
 WORDNET = "WordNet"
@@ -112,7 +115,10 @@ def tree_of(source: str, depth: int, leaves: int) -> Tree:
     names = sorted({name for path in paths for name in path})
     number = {name: i for i, name in enumerate(names)}
     words = states([spelt(name) for name in names])[-1]
-    return Tree(F.layer_norm(words, words.shape[-1:]), torch.tensor([[number[n] for n in path] for path in paths]))
+    return Tree(
+        F.layer_norm(words, words.shape[-1:]),
+        torch.tensor([[number[n] for n in path] for path in paths]),
+    )
 
 
 class Score(nn.Module):
@@ -128,13 +134,17 @@ class Score(nn.Module):
         super().__init__()
         self.scores, learned = KINDS[kind]
         bare = kind == "no adapter"
-        self.query, self.key = (nn.Identity() if bare else nn.Linear(inner, width) for _ in range(2))
+        self.query, self.key = (
+            nn.Identity() if bare else nn.Linear(inner, width) for _ in range(2)
+        )
         self.logs = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in learned})
 
     def forward(self, nouns: Tensor, words: Tensor) -> Tensor:
         """[n, d] and [m, d] to [n, m]."""
         learned = {name: log.exp() for name, log in self.logs.items()}
-        return self.scores(self.query(nouns)[None, None], self.key(words)[None, None], **learned)[0, 0]
+        return self.scores(self.query(nouns)[None, None], self.key(words)[None, None], **learned)[
+            0, 0
+        ]
 
 
 def questions(tree: Tree, leaves: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +191,9 @@ def train(settings: dict, row: str, seed: int, rate: float, part: str) -> dict:
 
     found = {"learning_rate": rate, "parameters": size_of(model)}
     if found["parameters"]:
-        found["loss"] = round(fit(model, batch_loss, settings["steps"], rate, settings["weight_decay"]), 5)
+        found["loss"] = round(
+            fit(model, batch_loss, settings["steps"], rate, settings["weight_decay"]), 5
+        )
     return found | read(model, tree, others, settings)
 
 
@@ -200,7 +212,9 @@ def read(model: Score, tree: Tree, leaves: Tensor, settings: dict) -> dict:
     draw, right, size = torch.Generator().manual_seed(12345), 0, settings["batch"]
     count = -(-settings["questions"] // size)
     for _ in range(count):
-        logits, places = asked(model, tree, leaves[torch.randperm(len(leaves), generator=draw)[:size]], draw)
+        logits, places = asked(
+            model, tree, leaves[torch.randperm(len(leaves), generator=draw)[:size]], draw
+        )
         right += int((logits.argmax(-1) == places).sum())
     nodes, at = tree.paths[leaves].unique(return_inverse=True)
     level = torch.zeros(len(nodes))

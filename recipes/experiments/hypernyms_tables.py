@@ -36,14 +36,18 @@ def kinds(results: dict, source: str = WORDNET) -> str:
         rate = f"{rate:g}" if runs[0]["parameters"] else "-"
         cells = [f"{runs[0]['parameters']:,}", rate, mean_and_deviation(accuracies(runs), 1)]
         rows.append([kind, *cells, mean_and_deviation([run["norm and level"] for run in runs], 2)])
-    return table(["score", "parameters", "learning rate", "accuracy, %", "norms of keys and level"], rows)
+    return table(
+        ["score", "parameters", "learning rate", "accuracy, %", "norms of keys and level"], rows
+    )
 
 
 def pairs(results: dict, source: str = WORDNET) -> str:
     """Differences seed by seed from each control, and their power."""
     found, rows = {kind: accuracies(runs) for kind, runs in whole(results, source).items()}, []
     for kind, mine in found.items():
-        others = {control: found[control] for control in CONTROLS if control in found and control != kind}
+        others = {
+            control: found[control] for control in CONTROLS if control in found and control != kind
+        }
         if kind in CONTROLS[:2] or not others:
             continue
         power = max(detectable(mine, other) for other in others.values())

@@ -115,7 +115,9 @@ def read(settings: dict, model: nn.Module) -> dict:
     scores: dict[str, list[float]] = {}
     for example, score in zip(made, answers(base_model(model).eval(), made)):
         scores.setdefault(example.task, []).append(score.nats)
-    return held_out(settings, model, "test") | {task: round(sum(x) / len(x), 5) for task, x in scores.items()}
+    return held_out(settings, model, "test") | {
+        task: round(sum(x) / len(x), 5) for task, x in scores.items()
+    }
 
 
 EXPERIMENT = Experiment("injected_lora", SETTINGS, runs, rows=("rows", "seeds"), hours=0.55)

@@ -26,12 +26,18 @@ def models(results: dict) -> str:
     for name in ("stock", "injected"):
         if name in results["runs"]:
             rows.append([name, "-", *(f"{100 * results['runs'][name][what]:.1f}" for what in READ)])
-    for label, row, own in (("LoRA alone", AFTER, True), (AFTER, AFTER, False), (FIRST, FIRST, False)):
+    for label, row, own in (
+        ("LoRA alone", AFTER, True),
+        (AFTER, AFTER, False),
+        (FIRST, FIRST, False),
+    ):
         found = [values(results, row, what, own) for what in READ]
         if all(found):
             rate = best_rate(results["settings"], results["runs"], row)
             rows.append([label, f"{rate:g}", *(mean_and_deviation(one, 1) for one in found)])
-    return table(["100 x nats a token", "learning rate", *READ.values()], rows) if rows else NOT_DONE
+    return (
+        table(["100 x nats a token", "learning rate", *READ.values()], rows) if rows else NOT_DONE
+    )
 
 
 def pairs(results: dict) -> str:
@@ -43,7 +49,11 @@ def pairs(results: dict) -> str:
         if all(mine and others for mine, others in both):
             power = max(detectable(*one) for one in both)
             rows.append([label, *(paired(*one) for one in both), f"{power:.1f}"])
-    return table([f"{FIRST}: gained over", *READ.values(), "what would be found"], rows) if rows else NOT_DONE
+    return (
+        table([f"{FIRST}: gained over", *READ.values(), "what would be found"], rows)
+        if rows
+        else NOT_DONE
+    )
 
 
 TABLES = {

@@ -60,7 +60,9 @@ SETTINGS = {
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
     """As in `searched_runs`; the search has nouns that no other run draws so."""
-    return searched_runs(settings, found, lambda settings, kind, seed, rate, _: train(settings, kind, seed, rate))
+    return searched_runs(
+        settings, found, lambda settings, kind, seed, rate, _: train(settings, kind, seed, rate)
+    )
 
 
 class Nouns:
@@ -75,7 +77,12 @@ class Nouns:
 
     def __init__(self, features: Tensor, labels: Tensor, paths: Tensor, trained: int):
         centred = features - features[:, :trained].mean(1, keepdim=True)
-        self.features, self.labels, self.paths, self.trained = F.normalize(centred, dim=-1), labels, paths, trained
+        self.features, self.labels, self.paths, self.trained = (
+            F.normalize(centred, dim=-1),
+            labels,
+            paths,
+            trained,
+        )
 
     def similarity(self, rows: slice) -> dict[str, Tensor]:
         """The task's own kernels, [n, n] each: 1 within a class, and how many nodes two paths share."""
@@ -87,12 +94,16 @@ class Nouns:
 
 
 @functools.lru_cache(maxsize=1)
-def nouns_of(depth: int, class_depth: int, count: int, classes: int, most: int, test: float, seed: int) -> Nouns:
+def nouns_of(
+    depth: int, class_depth: int, count: int, classes: int, most: int, test: float, seed: int
+) -> Nouns:
     """Nouns of WordNet drawn with this seed, in the classes that have most of them."""
     paths = sample_paths(read_parents(wordnet_nouns()), depth, count, seed)
     draw = torch.Generator().manual_seed(seed)
     paths = [paths[i] for i in torch.randperm(len(paths), generator=draw)]
-    frequent = [name for name, _ in Counter(path[class_depth - 1] for path in paths).most_common(classes)]
+    frequent = [
+        name for name, _ in Counter(path[class_depth - 1] for path in paths).most_common(classes)
+    ]
     kept, had = [], Counter()
     for path in paths:
         name = path[class_depth - 1]
@@ -130,13 +141,23 @@ class Mixture(nn.Module):
 
     def __init__(self, kind: dict, layers: int, width: int, deviation: float):
         super().__init__()
-        self.weights, self.distance, self.chosen = kind["weights"], kind.get("distance"), kind.get("layers")
+        self.weights, self.distance, self.chosen = (
+            kind["weights"],
+            kind.get("distance"),
+            kind.get("layers"),
+        )
         heads = 1 if self.chosen == -1 else layers
         drawn = deviation * torch.randn(heads)  # the same numbers whatever the kind
-        self.beta = nn.Parameter(drawn if self.weights == RANDOM else torch.zeros(heads), self.weights == LEARNED)
-        self.by_token = nn.Parameter(torch.zeros(heads, width)) if self.weights == BY_TOKEN else None
+        self.beta = nn.Parameter(
+            drawn if self.weights == RANDOM else torch.zeros(heads), self.weights == LEARNED
+        )
+        self.by_token = (
+            nn.Parameter(torch.zeros(heads, width)) if self.weights == BY_TOKEN else None
+        )
         narrow = kind.get("width")
-        self.maps = nn.Parameter(torch.randn(heads, width, narrow) / math.sqrt(width)) if narrow else None
+        self.maps = (
+            nn.Parameter(torch.randn(heads, width, narrow) / math.sqrt(width)) if narrow else None
+        )
         self.log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
 
     def points(self, features: Tensor) -> Tensor:
@@ -165,13 +186,18 @@ class Mixture(nn.Module):
         query, key = self.points(asked), self.points(known)
         if self.distance:
             together = [x[0].transpose(0, 1).flatten(1) for x in (query, key)]
-            squared = (2 * len(query[0]) - 2 * together[0] @ together[1].T).clamp_min(1e-12)  # of unit rows
+            squared = (2 * len(query[0]) - 2 * together[0] @ together[1].T).clamp_min(
+                1e-12
+            )  # of unit rows
             return (-self.log_scale.exp() * squared.sqrt()).softmax(-1) @ values
         if self.by_token is None:
             weights = {"beta": self.beta}
         else:
             weights = {"beta": self.logits_of(asked), "key_beta": self.logits_of(known)}
-        query, scale = query * self.log_scale.exp(), 1 / query.shape[1]  # the mean of cosines, where weights are even
+        query, scale = (
+            query * self.log_scale.exp(),
+            1 / query.shape[1],
+        )  # the mean of cosines, where weights are even
         rows = values.expand(1, query.shape[1], *values.shape)
         return ha.mkl_attention(query, key, rows, scale=scale, combine=True, **weights)[0, 0]
 
@@ -188,7 +214,10 @@ def train(settings: dict, kind: str, seed: int, rate: float) -> dict:
 
     def batch_loss() -> Tensor:
         order = torch.randperm(nouns.trained, generator=draw)
-        asked, known = order[: settings["asked"]], order[settings["asked"] :][: settings["labelled"]]
+        asked, known = (
+            order[: settings["asked"]],
+            order[settings["asked"] :][: settings["labelled"]],
+        )
         means = model(nouns.features[:, asked], nouns.features[:, known], values[known])
         return F.nll_loss((means + 1e-4).log(), nouns.labels[asked])
 

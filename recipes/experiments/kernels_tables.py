@@ -20,7 +20,10 @@ CONTROLS = ("even mixture", "random mixture", "last layer", "Euclidean distance"
 def whole(results: dict) -> dict[str, list[dict]]:
     """The runs of every kind that is whole, by seed."""
     seeds = results["settings"]["seeds"]
-    found = {kind: all_done(results, (key_of(kind, seed) for seed in seeds)) for kind in results["settings"]["kinds"]}
+    found = {
+        kind: all_done(results, (key_of(kind, seed) for seed in seeds))
+        for kind in results["settings"]["kinds"]
+    }
     return {kind: runs for kind, runs in found.items() if runs}
 
 
@@ -43,12 +46,23 @@ def kinds(results: dict) -> str:
     """Alignment before and after, and accuracy, a row for each kind."""
     rows = []
     for kind, runs in whole(results).items():
-        cells = [f"{runs[0]['parameters']:,}", f"{best_rate(results['settings'], results['runs'], kind):g}"]
+        cells = [
+            f"{runs[0]['parameters']:,}",
+            f"{best_rate(results['settings'], results['runs'], kind):g}",
+        ]
         cells += [mean_and_deviation(aligned(runs, when), 1) for when in ("before", "after")]
         for what in ("chance", "tree"):
             cells.append(mean_and_deviation([100 * run["after"][what] for run in runs], 1))
         rows.append([kind, *cells, mean_and_deviation(accuracies(runs), 1)])
-    head = ["kernel", "trained", "learning rate", "above chance, before", "after", "by chance", "with the tree"]
+    head = [
+        "kernel",
+        "trained",
+        "learning rate",
+        "above chance, before",
+        "after",
+        "by chance",
+        "with the tree",
+    ]
     return table([*head, "accuracy, %"], rows)
 
 
@@ -66,7 +80,9 @@ def pairs(results: dict) -> str:
                 continue
             mine = measure(found[lead + name])
             power = max(detectable(mine, values) for values in others.values())
-            cells = [paired(mine, others[control]) if control in others else "" for control in CONTROLS]
+            cells = [
+                paired(mine, others[control]) if control in others else "" for control in CONTROLS
+            ]
             rows.append([lead + name + said, *cells, f"{power:.1f}"])
     return table(["alignment above chance, more than", *CONTROLS, "what would be found"], rows)
 
@@ -82,7 +98,12 @@ def weights(results: dict) -> str:
     return table(["weight of", *(f"layer {i}" for i in range(count))], rows)
 
 
-TABLES = {"kernels": kinds, "kernels-paired": pairs, "kernels-weights": weights, "kernels-made": circumstances}
+TABLES = {
+    "kernels": kinds,
+    "kernels-paired": pairs,
+    "kernels-weights": weights,
+    "kernels-made": circumstances,
+}
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:

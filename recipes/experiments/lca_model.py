@@ -31,14 +31,25 @@ class Attention(nn.Module):
 class Encoder(nn.Module):
     """Tokens [B, L] to logits [B, classes]: pre-norm blocks of attention and a GELU layer, read out at token 0."""
 
-    def __init__(self, kind: str, vocabulary: int, length: int, classes: int, width: int, heads: int, layers: int):
+    def __init__(
+        self,
+        kind: str,
+        vocabulary: int,
+        length: int,
+        classes: int,
+        width: int,
+        heads: int,
+        layers: int,
+    ):
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList()
         for _ in range(layers):
             mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
             norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-            self.blocks.append(nn.ModuleList([norms[0], Attention(kind, width, heads), norms[1], mlp]))
+            self.blocks.append(
+                nn.ModuleList([norms[0], Attention(kind, width, heads), norms[1], mlp])
+            )
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -39,9 +39,13 @@ class LcaTask:
         self.train = [pairs[(shared == label) & ~test] for label in range(self.depth)]
         self.test = [pairs[(shared == label) & test] for label in range(self.depth)]
         if min(map(len, self.train + self.test)) == 0:
-            raise ValueError(f"{len(paths)} leaves leave a depth without pairs; allowed: more leaves")
+            raise ValueError(
+                f"{len(paths)} leaves leave a depth without pairs; allowed: more leaves"
+            )
 
-    def batch(self, size: int, draw: np.random.Generator, test: bool = False) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, size: int, draw: np.random.Generator, test: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Random pairs: token ids [size, length] and labels [size], int64."""
         labels = draw.integers(self.depth, size=size)
         kinds = self.test if test else self.train
@@ -55,7 +59,9 @@ class LcaTask:
         above = draw.random((len(leaves), self.depth - 1)).argsort(1)[:, : self.named]
         leaf = np.full((len(leaves), 1), self.depth - 1)
         chosen = np.concatenate([np.sort(above, 1), leaf], 1)
-        return np.concatenate([np.full_like(leaf, lead), np.take_along_axis(self.paths[leaves], chosen, 1)], 1)
+        return np.concatenate(
+            [np.full_like(leaf, lead), np.take_along_axis(self.paths[leaves], chosen, 1)], 1
+        )
 
     def by_names_alone(self, tokens: Tensor) -> Tensor:
         """The answer of a rule that knows every node's depth and nothing else of the tree: the deepest node that

@@ -162,7 +162,9 @@ def train(settings: dict, name: str, seed: int) -> dict:
         rows = ids[at + torch.arange(length)]
         return F.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
 
-    loss = fit(model, batch_loss, settings["steps"], settings["learning_rate"], settings["weight_decay"])
+    loss = fit(
+        model, batch_loss, settings["steps"], settings["learning_rate"], settings["weight_decay"]
+    )
     kept = ids[end : end + settings["held_out_bytes"]]
     return {
         "perplexity": {str(n): perplexity(model, kept, n).value for n in settings["lengths"]},

@@ -41,7 +41,9 @@ def read_icd10(path: str | Path) -> dict[str, str | None]:
             while left:
                 node, code, parent = left.pop()
                 here = named(node, code, parents, parent)
-                left += [(child, child.findtext("name", ""), here) for child in node.findall("diag")]
+                left += [
+                    (child, child.findtext("name", ""), here) for child in node.findall("diag")
+                ]
     return parents
 
 
@@ -63,5 +65,7 @@ def read_phenotypes(path: str | Path) -> dict[str, str | None]:
         facts = [line.split(": ", 1) for line in lines[1:] if ": " in line]
         (code,) = (value for key, value in facts if key == "id")
         names[code] = next(value for key, value in facts if key == "name") + "." + code
-        above[code] = next((value.split(" ! ")[0].split(" {")[0] for key, value in facts if key == "is_a"), None)
+        above[code] = next(
+            (value.split(" ! ")[0].split(" {")[0] for key, value in facts if key == "is_a"), None
+        )
     return {names[code]: parent and names[parent] for code, parent in above.items()}

@@ -14,7 +14,14 @@ from hf_hyperattn.geometry import poincare
 
 from .store import Experiment
 
-SETTINGS = {"dim": 64, "points": 10000, "tokens": 64, "heads": 1, "rounds": 7, "least_seconds": 0.02}
+SETTINGS = {
+    "dim": 64,
+    "points": 10000,
+    "tokens": 64,
+    "heads": 1,
+    "rounds": 7,
+    "least_seconds": 0.02,
+}
 #: Functions of points x and y, with curvature 1.
 OPERATIONS = {
     "distance": lambda x, y: poincare.distance(x, y, 1.0),
@@ -46,14 +53,19 @@ def time_points(settings: dict, name: str) -> dict:
     for what, count in (("one", 1), ("many", settings["points"])):
         draw = torch.Generator().manual_seed(0)
         x, y = (0.05 * torch.randn(count, settings["dim"], generator=draw) for _ in range(2))
-        found[what] = round(microseconds(settings, functools.partial(OPERATIONS[name], x, y)) / count, 4)
+        found[what] = round(
+            microseconds(settings, functools.partial(OPERATIONS[name], x, y)) / count, 4
+        )
     return found
 
 
 @torch.no_grad()
 def time_attention(settings: dict, name: str) -> dict:
     """Microseconds of CPU time a call."""
-    draw, shape = torch.Generator().manual_seed(0), (1, settings["heads"], settings["tokens"], settings["dim"])
+    draw, shape = (
+        torch.Generator().manual_seed(0),
+        (1, settings["heads"], settings["tokens"], settings["dim"]),
+    )
     rows = [torch.randn(shape, generator=draw) for _ in range(3)]
     return {"one": round(microseconds(settings, functools.partial(ATTENTION[name], *rows)), 2)}
 

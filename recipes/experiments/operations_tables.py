@@ -15,8 +15,13 @@ PAGE = ROOT / "docs" / "hyperbolicity.md"
 
 def operations(results: dict) -> str:
     """Microseconds, a row for each operation that is done."""
-    rows = [[name, *(number(run.get(what)) for what in ("one", "many"))] for name, run in results["runs"].items()]
-    return table(["CPU time in µs", "a call on one pair, or on 64 tokens", "a pair of 10,000"], rows)
+    rows = [
+        [name, *(number(run.get(what)) for what in ("one", "many"))]
+        for name, run in results["runs"].items()
+    ]
+    return table(
+        ["CPU time in µs", "a call on one pair, or on 64 tokens", "a pair of 10,000"], rows
+    )
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:

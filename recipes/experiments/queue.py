@@ -27,16 +27,22 @@ def main(names: tuple[str, ...], left_only: bool = False) -> int:
     if left_only:
         return 0
     alone = only_one("queue")  # noqa: F841  held until the end
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the experiment that runs, too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # which ends the experiment that runs, too
     signal.signal(signal.SIGUSR1, lambda *_: pause())
     signal.signal(signal.SIGUSR2, lambda *_: resume())
     os.nice(19 - os.nice(0))
-    print(f"pause: touch {PAUSE} or kill -USR1 {os.getpid()}; go on: rm {PAUSE} or kill -USR2 {os.getpid()}")
+    print(
+        f"pause: touch {PAUSE} or kill -USR1 {os.getpid()}; go on: rm {PAUSE} or kill -USR2 {os.getpid()}"
+    )
     failed = []
     for name in names:
         # A process each, so that what one of them leaves behind, or breaks, is nothing to the others.
         one_core = os.environ | {"OMP_NUM_THREADS": "1"}
-        if subprocess.run([sys.executable, str(Path(__file__).parent), name], env=one_core).returncode:
+        if subprocess.run(
+            [sys.executable, str(Path(__file__).parent), name], env=one_core
+        ).returncode:
             failed.append(name)
         print(report(names), flush=True)
     if failed:
@@ -49,7 +55,9 @@ def report(names: tuple[str, ...], folder: Path = FOLDER) -> str:
     lines, total = [], 0.0
     for name in names:
         try:
-            done, every, hours = left(importlib.import_module(f"experiments.{name}").EXPERIMENT, folder)
+            done, every, hours = left(
+                importlib.import_module(f"experiments.{name}").EXPERIMENT, folder
+            )
         except ValueError as error:
             lines.append(f"{name:14}cannot go on: {error}")
             continue

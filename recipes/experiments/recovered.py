@@ -106,7 +106,10 @@ def train_at_best(settings: dict, found: dict, row: str, seed: int) -> dict:
         for layer in layers:
             attention_of(model, layer).load_state_dict(attentions[layer][0].state_dict())
         read_at[k] = read(settings, model)
-    return read_at | {"learning_rate": rate, "errors": {str(n): last for n, (_, last) in attentions.items()}}
+    return read_at | {
+        "learning_rate": rate,
+        "errors": {str(n): last for n, (_, last) in attentions.items()},
+    }
 
 
 def train(
@@ -125,7 +128,9 @@ def train(
     return found
 
 
-def fit_layer(settings: dict, attention: nn.Module, layer: int, seed: int, rate: float, steps: int) -> float:
+def fit_layer(
+    settings: dict, attention: nn.Module, layer: int, seed: int, rate: float, steps: int
+) -> float:
     """Train the attention of one layer; the mean error at the end."""
     learned, draw = (
         [(n, p) for n, p in attention.named_parameters() if p.requires_grad],
@@ -133,11 +138,17 @@ def fit_layer(settings: dict, attention: nn.Module, layer: int, seed: int, rate:
     )
     groups = [
         {"params": [p for name, p in learned if not name.startswith("hyper.")], "lr": rate},
-        {"params": [p for name, p in learned if name.startswith("hyper.")], "lr": settings["score_rate"]},
+        {
+            "params": [p for name, p in learned if name.startswith("hyper.")],
+            "lr": settings["score_rate"],
+        },
     ]
 
     def loss() -> Tensor:
-        return error(attention, *taught(settings, layer, "train", draw.randrange(settings["windows"]["train"])))
+        return error(
+            attention,
+            *taught(settings, layer, "train", draw.randrange(settings["windows"]["train"])),
+        )
 
     groups = [group | {"weight_decay": 0.0} for group in groups if group["params"]]
     return fit(attention, loss, steps, rate, 0.0, groups)
@@ -154,7 +165,10 @@ def model_of(settings: dict, row: str, layers: list[int], seed: int) -> nn.Modul
     own_scores()
     wanted, model = settings["rows"][row], pretrained()
     for layer in layers if "start" in wanted else ():
-        attention, draw = attention_of(model, layer), torch.Generator().manual_seed(1000 * seed + layer)
+        attention, draw = (
+            attention_of(model, layer),
+            torch.Generator().manual_seed(1000 * seed + layer),
+        )
         for weight in (attention.q_proj.weight.data, attention.k_proj.weight.data):
             spread = weight.std() if wanted["start"] == "redrawn" else 0.0
             weight.copy_(spread * torch.randn(weight.shape, generator=draw))
@@ -192,7 +206,9 @@ def taught(settings: dict, layer: int, part: str, window: int) -> tuple[Tensor, 
 
 
 @functools.cache
-def teacher(layers: tuple[int, ...], part: str, count: int, size: int) -> tuple[dict[int, list], tuple]:
+def teacher(
+    layers: tuple[int, ...], part: str, count: int, size: int
+) -> tuple[dict[int, list], tuple]:
     """Inputs and outputs of the attention of untouched layers in windows of the three texts, in turn."""
     model, kept, places = pretrained(), {layer: [] for layer in layers}, []
 
@@ -226,7 +242,9 @@ def read(settings: dict, model: nn.Module) -> dict:
     size = settings["held_out_window"]
     texts = {kind: tokens(kind, held_out=True) for kind in KINDS}
     found = {kind: perplexity(model, ids[:size], size).value for kind, ids in texts.items()}
-    copies = answers(model, [copying(ids[size:], settings["copied_window"]) for ids in texts.values()])
+    copies = answers(
+        model, [copying(ids[size:], settings["copied_window"]) for ids in texts.values()]
+    )
     needles = mixture(tokenizer(), texts["reviews"][size:], size)
     return {
         "perplexity": {kind: round(value, 4) for kind, value in found.items()},

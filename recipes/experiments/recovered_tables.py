@@ -20,7 +20,9 @@ def whole(results: dict) -> dict[str, list[dict]]:
     """The runs of every row that is whole, by seed; none where the model as it is was not read."""
     seeds, found = results["settings"]["seeds"], {}
     for row in results["settings"]["rows"]:
-        found[row] = all_done(results, [key_before(row), *(key_of(row, seed) for seed in seeds)])[1:]
+        found[row] = all_done(results, [key_before(row), *(key_of(row, seed) for seed in seeds)])[
+            1:
+        ]
     return {row: runs for row, runs in found.items() if runs} if "stock" in results["runs"] else {}
 
 
@@ -55,21 +57,33 @@ def searched(results: dict) -> str:
     rates = settings["search"]["rates"]
     for row in settings["rows"]:
         if all(key_of_search(row, rate) in runs for rate in rates):
-            rows.append([row, *(f"{runs[key_of_search(row, rate)]['error']:.3f}" for rate in rates)])
-    return table(["error by learning rate", *(f"{rate:g}" for rate in rates)], rows) if rows else NOT_DONE
+            rows.append(
+                [row, *(f"{runs[key_of_search(row, rate)]['error']:.3f}" for rate in rates)]
+            )
+    return (
+        table(["error by learning rate", *(f"{rate:g}" for rate in rates)], rows)
+        if rows
+        else NOT_DONE
+    )
 
 
 def pairs(results: dict) -> str:
     """How much less the cones lose than each control, seed by seed, for every k."""
     rows, found = [], whole(results)
-    for row, k in ((row, k) for row in found if "cone" in row for k in results["settings"]["layers"]):
+    for row, k in (
+        (row, k) for row in found if "cone" in row for k in results["settings"]["layers"]
+    ):
         mine, cells, power = [-x for x in added(results, row, k)], [], []
         for control in CONTROLS:
             others = [-x for x in added(results, control, k)] if control in found else None
             cells.append(paired(mine, others) if others else "-")
             power += [detectable(mine, others)] if others else []
         rows.append([f"{row}, k = {k}", *cells, f"{max(power):.1f}" if power else "-"])
-    return table(["100 x loss gained over", *CONTROLS, "what would be found"], rows) if rows else NOT_DONE
+    return (
+        table(["100 x loss gained over", *CONTROLS, "what would be found"], rows)
+        if rows
+        else NOT_DONE
+    )
 
 
 def again(results: dict, what: str) -> str:
@@ -81,7 +95,11 @@ def again(results: dict, what: str) -> str:
             before, after = added_before(results, row, k, what), added(results, row, k, what)
             cells.append(f"{before:+.1f} to {mean_and_deviation(after, 1)}")
         rows.append([row, *cells])
-    return table([what, *(f"k = {k}" for k in results["settings"]["layers"])], rows) if rows else NOT_DONE
+    return (
+        table([what, *(f"k = {k}" for k in results["settings"]["layers"])], rows)
+        if rows
+        else NOT_DONE
+    )
 
 
 TABLES = {

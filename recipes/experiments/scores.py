@@ -13,7 +13,12 @@ from hf_hyperattn import functional as ha
 
 
 def distance_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, temperature: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    temperature: Tensor,
 ) -> Tensor:
     """softmax(-|q - k| / temperature)·v: what is left of hyperbolic distance without the curvature.
 
@@ -62,7 +67,11 @@ KINDS: dict[str, tuple[Callable, dict, tuple[str, ...]]] = {
     "Euclidean distance": (distance_attention, {}, ("temperature",)),
     "hyperbolic distance": (ha.hyperbolic_attention, {}, ("curvature", "temperature")),
     "umbral cone, xi": (ha.cone_attention, {"variant": "umbral"}, ("gamma", "radius")),
-    "umbral cone, psi": (ha.cone_attention, {"variant": "umbral", "mapping": "psi"}, ("gamma", "radius")),
+    "umbral cone, psi": (
+        ha.cone_attention,
+        {"variant": "umbral", "mapping": "psi"},
+        ("gamma", "radius"),
+    ),
     "penumbral cone, psi": (ha.cone_attention, {"variant": "penumbral"}, ("gamma", "radius")),
 }
 
@@ -85,7 +94,9 @@ class Scored(nn.Module):
             self.fixed["backend"] = backend
         self.logs = nn.ParameterDict({n: nn.Parameter(torch.zeros(heads)) for n in learned})
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """[B, H, L, d] each; a bool mask, True where a pair takes part."""
         learned = {name: log.exp() for name, log in self.logs.items()}
         return self.attend(query, key, value, attn_mask=mask, **self.fixed, **learned)

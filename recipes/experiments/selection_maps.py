@@ -120,7 +120,9 @@ def plot():
     maps = [(map_rule(WINDOW), []), (map_rule(PAGES), []), (tokens, blocks)]
     for axes, title, (kinds, closed) in zip(plots, TITLES, maps):
         axes.grid(False)
-        axes.set(xlim=(0, LENGTH), ylim=(LENGTH, 0), aspect="equal", xlabel="key: token of the text")
+        axes.set(
+            xlim=(0, LENGTH), ylim=(LENGTH, 0), aspect="equal", xlabel="key: token of the text"
+        )
         axes.set(xticks=range(0, LENGTH + 1, 16), yticks=range(0, LENGTH + 1, 16))
         axes.set_title(title, fontsize=9)
         label = {"label": LEFT_OUT} if not closed else {}
@@ -136,7 +138,9 @@ def plot():
     for axes in plots:
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels())}
     order = [kind for kind in LOOKS if kind in handles]
-    figure.legend([handles[kind] for kind in order], order, ncols=5, loc="outside lower center", fontsize=9)
+    figure.legend(
+        [handles[kind] for kind in order], order, ncols=5, loc="outside lower center", fontsize=9
+    )
     return figure
 
 

@@ -37,7 +37,10 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     for kind in settings["kinds"]:
         for start in settings["starts"]:
             for seed in settings["seeds"]:
-                yield key_of(kind, start, seed), functools.partial(train, settings, kind, start, seed)
+                yield (
+                    key_of(kind, start, seed),
+                    functools.partial(train, settings, kind, start, seed),
+                )
 
 
 def key_of(kind: str, start: str, seed: int) -> str:
@@ -62,7 +65,12 @@ def train(settings: dict, kind: str, start: str, seed: int) -> dict:
 
     loss = fit(model, batch_loss, made["steps"], rate, made["weight_decay"])
     accuracy = depth.score(model, task, made["test_pairs"], seed)["accuracy"]
-    return {"accuracy": accuracy, "loss": loss, "learning_rate": rate, "learned": depth.learned(model)}
+    return {
+        "accuracy": accuracy,
+        "loss": loss,
+        "learning_rate": rate,
+        "learned": depth.learned(model),
+    }
 
 
 @torch.no_grad()

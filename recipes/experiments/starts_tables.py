@@ -9,7 +9,15 @@ from hf_hyperattn.files import write_atomically
 from .draw import ROOT, put
 from .starts import USUAL, key_of
 from .store import FOLDER, load
-from .tables import circumstances, depth_accuracies, detectable, done, mean_and_deviation, paired, table
+from .tables import (
+    circumstances,
+    depth_accuracies,
+    detectable,
+    done,
+    mean_and_deviation,
+    paired,
+    table,
+)
 
 PAGE = ROOT / "docs" / "hyperbolicity.md"
 
@@ -18,7 +26,9 @@ def accuracies(results: dict, kind: str, start: str, folder: Path = FOLDER) -> l
     """Of the seeds that are done, in percent; the usual start is that of the depth experiment."""
     settings = results["settings"]
     if start == USUAL:
-        return depth_accuracies(load("depth", folder), kind, settings["depth"], "full")[: len(settings["seeds"])]
+        return depth_accuracies(load("depth", folder), kind, settings["depth"], "full")[
+            : len(settings["seeds"])
+        ]
     keys = (key_of(kind, start, seed) for seed in settings["seeds"])
     return [100 * run["accuracy"] for run in done(results, keys)]
 
@@ -32,7 +42,11 @@ def starts(results: dict, folder: Path = FOLDER) -> str:
         for start in settings["starts"]:
             mine = accuracies(results, kind, start, folder)
             if len(mine) == len(usual):
-                cells = [mean_and_deviation(mine, 1), paired(mine, usual), f"{detectable(mine, usual):.1f}"]
+                cells = [
+                    mean_and_deviation(mine, 1),
+                    paired(mine, usual),
+                    f"{detectable(mine, usual):.1f}",
+                ]
                 rows.append([kind, start, *cells])
     return table(["score", "start", "accuracy, %", "difference", "what would be found"], rows)
 

@@ -51,7 +51,9 @@ def load(name: str, folder: Path = FOLDER) -> dict:
     return json.loads(path.read_text())
 
 
-def perform(experiment: Experiment, folder: Path = FOLDER, minutes: float | None = None, fresh: bool = False) -> bool:
+def perform(
+    experiment: Experiment, folder: Path = FOLDER, minutes: float | None = None, fresh: bool = False
+) -> bool:
     """Do the runs that are not done yet; whether all are done now.
 
     Args:
@@ -64,7 +66,9 @@ def perform(experiment: Experiment, folder: Path = FOLDER, minutes: float | None
             checkout is at work on the committed results.
     """
     alone = only_one(experiment.name) if folder == FOLDER else None  # noqa: F841  held until the end
-    torch.set_num_threads(1)  # the same sums in the same order on every machine with the same instructions
+    torch.set_num_threads(
+        1
+    )  # the same sums in the same order on every machine with the same instructions
     path, start = folder / f"{experiment.name}.json", time.monotonic()
     results = begin(experiment, path, fresh)
     for key, do in experiment.runs(experiment.settings, results["runs"]):
@@ -102,7 +106,9 @@ def begin(experiment: Experiment, path: Path, fresh: bool) -> dict:
         return new
     old = json.loads(path.read_text())
     mine = json.loads(json.dumps(experiment.settings))
-    tables = {k: type(mine[k])() for k in experiment.rows}  # one that the old settings lack had no rows
+    tables = {
+        k: type(mine[k])() for k in experiment.rows
+    }  # one that the old settings lack had no rows
     theirs = {"settings": tables | old["settings"]}
     kept = {k: theirs["settings"][k] for k in tables if only_adds(theirs["settings"][k], mine[k])}
     check_same("settings", path, theirs, {"settings": mine | kept})
@@ -137,4 +143,6 @@ def chip() -> str | None:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None
+    )

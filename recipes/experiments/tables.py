@@ -55,7 +55,9 @@ def detectable(mine: list[float], others: list[float]) -> float:
     from scipy.stats import t
 
     differences, free = [a - b for a, b in zip(mine, others)], len(mine) - 1
-    return (t.ppf(0.975, free) + t.ppf(0.8, free)) * statistics.stdev(differences) / len(mine) ** 0.5
+    return (
+        (t.ppf(0.975, free) + t.ppf(0.8, free)) * statistics.stdev(differences) / len(mine) ** 0.5
+    )
 
 
 def done(results: dict, keys: Iterable[str]) -> list[dict]:
@@ -85,7 +87,9 @@ def alibi_heads(results: dict) -> str:
     """Total variation of the attention, in percent, a row for each length."""
     found = results["runs"]["heads"]
     head = ["L"] + [f"slope 1/{1 / slope:.0f}" for slope in found["slopes"]]
-    rows = [[f"{int(n):,}"] + [f"{100 * x:.2f}" for x in v] for n, v in found["total_variation"].items()]
+    rows = [
+        [f"{int(n):,}"] + [f"{100 * x:.2f}" for x in v] for n, v in found["total_variation"].items()
+    ]
     return table(head, rows)
 
 
@@ -98,7 +102,8 @@ def flash(results: dict) -> str:
     ways = [once, *(w for w in ways if w[0] != once[0])]
     head = [way if (way, dtype) == once else f"{way}, {short[dtype]}" for way, dtype in ways]
     rows = [
-        [f"{n:,}", *(number(runs[f"bias, L = {n}"][dtype][way]) for way, dtype in ways)] for n in settings["lengths"]
+        [f"{n:,}", *(number(runs[f"bias, L = {n}"][dtype][way]) for way, dtype in ways)]
+        for n in settings["lengths"]
     ]
     return table(["L", *head], rows)
 
@@ -110,7 +115,9 @@ def flash_times(results: dict) -> str:
     names = list(dict.fromkeys(name for ways in measured.values() for name in ways))
     rows = []
     for key, ways in measured.items():
-        cells = [f"{ways[n]['ratio']:.2f} ({ways[n]['error']:.0e})" if n in ways else "-" for n in names]
+        cells = [
+            f"{ways[n]['ratio']:.2f} ({ways[n]['error']:.0e})" if n in ways else "-" for n in names
+        ]
         rows.append([key.replace("cpu", "CPU").replace("cuda", "GPU"), *cells])
     if not any(key.startswith("cuda") for key in measured):
         rows.append(["GPU", *["not measured"] * len(names)])
@@ -122,7 +129,9 @@ def length(results: dict) -> str:
     settings, runs = results["settings"], results["runs"]
     rows = []
     for name in settings["positions"]:
-        of_seeds = [runs[length_experiment.key_of(name, seed)]["perplexity"] for seed in settings["seeds"]]
+        of_seeds = [
+            runs[length_experiment.key_of(name, seed)]["perplexity"] for seed in settings["seeds"]
+        ]
         cells = [mean_and_deviation([p[str(n)] for p in of_seeds], 2) for n in settings["lengths"]]
         rows.append([name, *cells])
     return table(["positions", *(f"{n:,}" for n in settings["lengths"])], rows)
@@ -134,12 +143,16 @@ def depth(results: dict) -> str:
     names, counts = [], []
     for group in groups:
         runs = [run for kind in settings["kinds"] for run in depth_runs(results, kind, *group)]
-        names.append(mean_and_deviation([100 * r["names_alone"] for r in runs[: len(settings["seeds"])]], 1))
+        names.append(
+            mean_and_deviation([100 * r["names_alone"] for r in runs[: len(settings["seeds"])]], 1)
+        )
         sizes = sorted({run["parameters"] for run in runs})
         counts.append(f"{sizes[0] / 1000:.1f} to {sizes[-1] / 1000:.1f} k")
     rows = [["parameters", *counts], ["names alone", *names]]
     for kind in settings["kinds"]:
-        rows.append([kind, *(mean_and_deviation(depth_accuracies(results, kind, *g), 1) for g in groups)])
+        rows.append(
+            [kind, *(mean_and_deviation(depth_accuracies(results, kind, *g), 1) for g in groups)]
+        )
     return table(["accuracy, %", *(depth_name(*g) for g in groups)], rows)
 
 
@@ -153,23 +166,40 @@ def depth_pairs(results: dict) -> str:
                   for k in results["settings"]["kinds"]}  # fmt: skip
         for kind in results["settings"]["kinds"][1:]:
             mine = values[kind]
-            others = {control: values[control] for control in depth_experiment.CONTROLS if control != kind}
-            cells = [paired(mine, others[c]) if c in others else "" for c in depth_experiment.CONTROLS]
+            others = {
+                control: values[control] for control in depth_experiment.CONTROLS if control != kind
+            }
+            cells = [
+                paired(mine, others[c]) if c in others else "" for c in depth_experiment.CONTROLS
+            ]
             found = max(detectable(mine, other) for other in others.values())
-            rows.append([f"{depth_name(*group) if group else 'mean of the four'}: {kind}", *cells, f"{found:.1f}"])
+            rows.append(
+                [
+                    f"{depth_name(*group) if group else 'mean of the four'}: {kind}",
+                    *cells,
+                    f"{found:.1f}",
+                ]
+            )
     return table(["points ahead of", *depth_experiment.CONTROLS, "what would be found"], rows)
 
 
 def depth_means(results: dict, kind: str) -> list[float]:
     """Of every seed the mean accuracy over depths and sizes, in percent."""
-    return list(map(statistics.mean, zip(*(depth_accuracies(results, kind, *g) for g in depth_groups(results)))))
+    return list(
+        map(
+            statistics.mean,
+            zip(*(depth_accuracies(results, kind, *g) for g in depth_groups(results))),
+        )
+    )
 
 
 def depth_rates(results: dict) -> str:
     """The learning rates that the search chose."""
     settings, found, rows = results["settings"], results["runs"], []
     for kind in settings["kinds"]:
-        chosen = [depth_experiment.best_rate(settings, found, kind, *g) for g in depth_groups(results)]
+        chosen = [
+            depth_experiment.best_rate(settings, found, kind, *g) for g in depth_groups(results)
+        ]
         rows.append([kind, *(f"{rate:g}" for rate in chosen)])
     return table(["learning rate", *(depth_name(*g) for g in depth_groups(results))], rows)
 
@@ -187,7 +217,9 @@ def depth_name(level: int, size: str) -> str:
 
 def depth_runs(results: dict, kind: str, level: int, size: str) -> list[dict]:
     """The runs of all seeds, in their order."""
-    keys = (depth_experiment.key_of(kind, level, size, seed) for seed in results["settings"]["seeds"])
+    keys = (
+        depth_experiment.key_of(kind, level, size, seed) for seed in results["settings"]["seeds"]
+    )
     return [results["runs"][key] for key in keys]
 
 
@@ -201,7 +233,9 @@ def circumstances(results: dict) -> str:
     machine, versions = results["machine"], results["versions"]
     seconds = sum(run["seconds"]["cpu"] for run in results["runs"].values())
     took = f"{seconds / 60:.1f} minutes" if seconds > 60 else f"{seconds:.1f} seconds"
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numpy"))
+    packages = ", ".join(
+        f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numpy")
+    )
     chip, gpu = machine["chip"] or machine["architecture"], machine["accelerator"] or "no GPU"
     last = results.get("last_run", results["date"])
     when = results["date"] + (f" to {last}" if last != results["date"] else "")

@@ -16,10 +16,14 @@ class Reader(nn.Module):
         width, heads, head_width, layers: sizes.
     """
 
-    def __init__(self, tokens: int, three_way: bool, width: int, heads: int, head_width: int, layers: int):
+    def __init__(
+        self, tokens: int, three_way: bool, width: int, heads: int, head_width: int, layers: int
+    ):
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
-        self.layers = nn.ModuleList(Layer(three_way, width, heads, head_width) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            Layer(three_way, width, heads, head_width) for _ in range(layers)
+        )
         self.head = nn.Linear(width, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -39,13 +43,19 @@ class Layer(nn.Module):
         self.project = nn.Linear(width, (5 if three_way else 3) * heads * head_width, bias=False)
         self.join = nn.Linear(heads * head_width, width, bias=False)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.network = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.network = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, states: Tensor) -> Tensor:
         """[B, L, width] to the same."""
         first, second = self.norms
-        parts = self.project(first(states)).unflatten(-1, (-1, self.heads, self.join.in_features // self.heads))
+        parts = self.project(first(states)).unflatten(
+            -1, (-1, self.heads, self.join.in_features // self.heads)
+        )
         parts = parts.permute(2, 0, 3, 1, 4)
-        attend = trilinear_attention if self.three_way else nn.functional.scaled_dot_product_attention
+        attend = (
+            trilinear_attention if self.three_way else nn.functional.scaled_dot_product_attention
+        )
         states = states + self.join(attend(*parts).transpose(1, 2).flatten(2))
         return states + self.network(second(states))

@@ -50,7 +50,10 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     search = settings["search"]
     for kind in settings["kinds"]:
         for rate in search["rates"]:
-            yield key_of_search(kind, rate), functools.partial(train, settings, kind, search["seed"], rate, True)
+            yield (
+                key_of_search(kind, rate),
+                functools.partial(train, settings, kind, search["seed"], rate, True),
+            )
     for seed in settings["seeds"]:
         for kind in settings["kinds"]:
             yield key_of(kind, seed), functools.partial(train_at_best, settings, found, kind, seed)

@@ -17,7 +17,10 @@ CONTROLS = tuple(kind for kind in GATES if kind != BY_TOKEN)
 def whole(results: dict) -> dict[str, list[float]]:
     """Losses by seed of every kind that is whole, a hundred times the nats of a byte."""
     seeds = results["settings"]["seeds"]
-    found = {kind: all_done(results, (key_of(kind, seed) for seed in seeds)) for kind in results["settings"]["kinds"]}
+    found = {
+        kind: all_done(results, (key_of(kind, seed) for seed in seeds))
+        for kind in results["settings"]["kinds"]
+    }
     return {kind: [100 * run["nats"] for run in runs] for kind, runs in found.items() if runs}
 
 
@@ -27,7 +30,15 @@ def losses(results: dict) -> str:
     for kind, values in whole(results).items():
         run = results["runs"][key_of(kind, results["settings"]["seeds"][0])]
         rate = best_rate(results["settings"], results["runs"], kind)
-        rows.append([kind, f"{run['parameters']:,}", f"{run['gates']:,}", f"{rate:g}", mean_and_deviation(values, 1)])
+        rows.append(
+            [
+                kind,
+                f"{run['parameters']:,}",
+                f"{run['gates']:,}",
+                f"{rate:g}",
+                mean_and_deviation(values, 1),
+            ]
+        )
     return table(["model", "parameters", "of weights", "learning rate", "loss, nats x 100"], rows)
 
 
@@ -41,7 +52,11 @@ def pairs(results: dict) -> str:
     return table(["weights by token against", "nats x 100 gained", "what would be found"], rows)
 
 
-TABLES = {"token_weights": losses, "token_weights-paired": pairs, "token_weights-made": circumstances}
+TABLES = {
+    "token_weights": losses,
+    "token_weights-paired": pairs,
+    "token_weights-made": circumstances,
+}
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:

@@ -31,13 +31,20 @@ SETTINGS = {
     # Scores with the width of a head's queries and keys, whose values have width / heads; the first are worth most.
     "rows": [
         *([kind, 32] for kind in CURVE),
-        *([kind, width] for width in (8, 16, 4) for kind in ("umbral cone, psi", "dot product", "Euclidean distance")),
+        *(
+            [kind, width]
+            for width in (8, 16, 4)
+            for kind in ("umbral cone, psi", "dot product", "Euclidean distance")
+        ),
         *([kind, 32] for kind in ONCE),
         ["hyperbolic distance", 8],
     ],
     "seeds": [0, 1, 2],
     # The cone with xi was the best of all rows at those seeds, which chance may have made: these decide.
-    "again": {"rows": [["umbral cone, xi", 32], *([kind, 32] for kind in CURVE)], "seeds": [3, 4, 5, 6, 7, 8]},
+    "again": {
+        "rows": [["umbral cone, xi", 32], *([kind, 32] for kind in CURVE)],
+        "seeds": [3, 4, 5, 6, 7, 8],
+    },
     "data": None,
     "words": [4, 16],
     "vocabulary": 2000,
@@ -78,13 +85,21 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     search, again = settings["search"], settings["again"]
     for kind, width in settings["rows"]:
         for rate in search["rates"]:
-            do = functools.partial(train, settings, kind, width, search["seed"], rate, search["steps"])
+            do = functools.partial(
+                train, settings, kind, width, search["seed"], rate, search["steps"]
+            )
             yield key_of_search(kind, width, rate), do
         for seed in settings["seeds"]:
-            yield key_of(kind, width, seed), functools.partial(train_at_best, settings, found, kind, width, seed)
+            yield (
+                key_of(kind, width, seed),
+                functools.partial(train_at_best, settings, found, kind, width, seed),
+            )
     for seed in again["seeds"]:
         for kind, width in again["rows"]:
-            yield key_of(kind, width, seed), functools.partial(train_at_best, settings, found, kind, width, seed)
+            yield (
+                key_of(kind, width, seed),
+                functools.partial(train_at_best, settings, found, kind, width, seed),
+            )
 
 
 def row_of(kind: str, width: int) -> str:
@@ -113,7 +128,9 @@ def train_at_best(settings: dict, found: dict, kind: str, width: int, seed: int)
     return train(settings, kind, width, seed, rate, settings["steps"], read=True)
 
 
-def train(settings: dict, kind: str, width: int, seed: int, rate: float, steps: int, read: bool = False) -> dict:
+def train(
+    settings: dict, kind: str, width: int, seed: int, rate: float, steps: int, read: bool = False
+) -> dict:
     """One run: its loss on pairs that were held out, and with `read` BLEU and chrF of its translations of some."""
     data, device = data_of(*data_key(settings)), "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
@@ -137,7 +154,9 @@ def train(settings: dict, kind: str, width: int, seed: int, rate: float, steps: 
         "held_out": held_out_loss(model, data, "test" if read else "search", device),
         "loss": loss,
         "parameters": size_of(model),
-        "attention_parameters": sum(p.numel() for n, p in model.named_parameters() if ".own." in n or ".cross." in n),
+        "attention_parameters": sum(
+            p.numel() for n, p in model.named_parameters() if ".own." in n or ".cross." in n
+        ),
         "learning_rate": rate,
     }
     return found | (read_translations(settings, model, data, device) if read else {})
@@ -200,7 +219,9 @@ class Data:
         self.ids: dict[str, list[tuple[list[int], list[int]]]] = {}
         for name, part in rows.items():
             german, english = (self.tokenizer.encode_batch([r[i] for r in part]) for i in (0, 1))
-            ids = [([*g.ids, END], [BEGIN, *e.ids, END]) for g, e in zip(german, english, strict=True)]
+            ids = [
+                ([*g.ids, END], [BEGIN, *e.ids, END]) for g, e in zip(german, english, strict=True)
+            ]
             kept = [i for i, (g, e) in enumerate(ids) if max(len(g), len(e) - 1) <= longest]
             self.rows[name], self.ids[name] = [part[i] for i in kept], [ids[i] for i in kept]
 
@@ -229,7 +250,10 @@ class Data:
                 found += [pool[start : start + size] for start in range(0, len(pool), size)]
             draw.shuffle(found)
             for batch in found:
-                yield padded([source for source, _ in batch]), padded([target for _, target in batch])
+                yield (
+                    padded([source for source, _ in batch]),
+                    padded([target for _, target in batch]),
+                )
 
 
 def padded(rows: list[list[int]]) -> Tensor:
@@ -241,11 +265,17 @@ def padded(rows: list[list[int]]) -> Tensor:
 def data_key(settings: dict) -> tuple:
     """What `data_of` depends on."""
     names = ("data", "split", "vocabulary", "longest")
-    return (tuple(settings["words"]), tuple(settings["sizes"].items()), *(settings[name] for name in names))
+    return (
+        tuple(settings["words"]),
+        tuple(settings["sizes"].items()),
+        *(settings[name] for name in names),
+    )
 
 
 @functools.cache
-def data_of(words: tuple, sizes: tuple, folder: str | None, split: int, vocabulary: int, longest: int) -> Data:
+def data_of(
+    words: tuple, sizes: tuple, folder: str | None, split: int, vocabulary: int, longest: int
+) -> Data:
     """The pairs of a folder, or of the help texts those of so many words, as tokens."""
     names = ("train", *dict(sizes))
     rows = {name: pairs_in(Path(folder), name) for name in names} if folder else None

@@ -48,10 +48,18 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.own, self.cross = make(), make() if crossed else None
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if crossed else 2))
 
-    def forward(self, x: Tensor, mask: Tensor, source: Tensor | None = None, source_mask: Tensor | None = None):
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
+    ):
         """[B, L, width] to the same."""
         rows = self.norms[0](x)
         x = x + self.dropout(self.own(rows, rows, mask))

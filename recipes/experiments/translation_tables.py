@@ -24,7 +24,11 @@ def seeds(results: dict, kind: str, width: int) -> list[dict]:
 def whole(results: dict) -> list[tuple[str, int]]:
     """Rows of which all seeds are done."""
     count = len(results["settings"]["seeds"])
-    return [(kind, width) for kind, width in results["settings"]["rows"] if len(seeds(results, kind, width)) == count]
+    return [
+        (kind, width)
+        for kind, width in results["settings"]["rows"]
+        if len(seeds(results, kind, width)) == count
+    ]
 
 
 def scores(results: dict) -> str:
@@ -32,10 +36,23 @@ def scores(results: dict) -> str:
     found = []
     for kind, width in whole(results):
         runs = seeds(results, kind, width)
-        cells = [mean_and_deviation([run[name] for run in runs], digits) for name, digits in MEASURES.items()]
+        cells = [
+            mean_and_deviation([run[name] for run in runs], digits)
+            for name, digits in MEASURES.items()
+        ]
         rate = best_rate(results["settings"], results["runs"], kind, width)
-        found.append([kind, str(width), f"{runs[0]['parameters'] / 1e6:.3f} M", f"{rate:g}", *cells])
-    head = ["score", "width of q, k", "parameters", "learning rate", "loss, nats a token", "BLEU", "chrF"]
+        found.append(
+            [kind, str(width), f"{runs[0]['parameters'] / 1e6:.3f} M", f"{rate:g}", *cells]
+        )
+    head = [
+        "score",
+        "width of q, k",
+        "parameters",
+        "learning rate",
+        "loss, nats a token",
+        "BLEU",
+        "chrF",
+    ]
     return table(head, found)
 
 
@@ -43,11 +60,22 @@ def pairs(results: dict, measure: str = "bleu") -> str:
     """Differences seed by seed: from dot product at the full width, and from the controls at the same width."""
 
     def values(kind: str, width: int) -> list[float] | None:
-        return [run[measure] for run in seeds(results, kind, width)] if (kind, width) in whole(results) else None
+        return (
+            [run[measure] for run in seeds(results, kind, width)]
+            if (kind, width) in whole(results)
+            else None
+        )
 
-    most, found, digits = max(width for _, width in results["settings"]["rows"]), [], MEASURES[measure]
+    most, found, digits = (
+        max(width for _, width in results["settings"]["rows"]),
+        [],
+        MEASURES[measure],
+    )
     for kind, width in whole(results):
-        mine, pairs_with = values(kind, width), [("dot product", most), *((c, width) for c in CONTROLS)]
+        mine, pairs_with = (
+            values(kind, width),
+            [("dot product", most), *((c, width) for c in CONTROLS)],
+        )
         others = [values(*other) if other != (kind, width) else None for other in pairs_with]
         if any(others):
             cells = [paired(mine, other, digits) if other else "" for other in others]
@@ -65,14 +93,24 @@ def again(results: dict) -> str:
     if any(len(row) < len(settings["seeds"]) for row in runs.values()):
         return table(["score", "BLEU", "loss, nats a token"], [])
     first, *_ = values = {
-        kind: [[run[name] for run in row] for name in ("bleu", "held_out")] for kind, row in runs.items()
+        kind: [[run[name] for run in row] for name in ("bleu", "held_out")]
+        for kind, row in runs.items()
     }
     for kind, measures in values.items():
         cells = [mean_and_deviation(row, digits) for row, digits in zip(measures, (2, 3))]
-        less = [paired(mine, row, digits) for mine, row, digits in zip(values[first], measures, (2, 3))]
+        less = [
+            paired(mine, row, digits) for mine, row, digits in zip(values[first], measures, (2, 3))
+        ]
         power = f"{detectable(values[first][0], measures[0]):.2f}"
         found.append([kind, *cells, *(["", "", ""] if kind == first else [*less, power])])
-    head = ["score", "BLEU", "loss, nats a token", f"BLEU, {first} more", f"loss, {first} more", "what would be found"]
+    head = [
+        "score",
+        "BLEU",
+        "loss, nats a token",
+        f"BLEU, {first} more",
+        f"loss, {first} more",
+        "what would be found",
+    ]
     return table(head, found)
 
 
@@ -118,7 +156,9 @@ def plot(results: dict):
         axes.set(xlabel="width of a head's queries and keys")
         axes.minorticks_off()
         axes.margins(y=0.02)
-    figure.legend(*plots[0].get_legend_handles_labels(), fontsize=7, ncols=4, loc="outside lower center")
+    figure.legend(
+        *plots[0].get_legend_handles_labels(), fontsize=7, ncols=4, loc="outside lower center"
+    )
     return figure
 
 

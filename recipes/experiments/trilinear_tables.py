@@ -24,7 +24,9 @@ def accuracies(results: dict) -> str:
         accuracy = mean_and_deviation(percent, 1) if len(found) > 1 else f"{percent[0]:.1f}"
         rows.append([kind, f"{found[0]['parameters']:,}", f"{found[0]['steps']:,}", accuracy])
         rows[-1] += [" / ".join(f"{p:.1f}" for p in percent), f"{seconds:.0f} s"]
-    return table(["attention", "parameters", "steps", "accuracy, %", "by seed", "CPU time a run"], rows)
+    return table(
+        ["attention", "parameters", "steps", "accuracy, %", "by seed", "CPU time a run"], rows
+    )
 
 
 def by_kind(results: dict) -> dict[str, list[dict]]:
@@ -47,9 +49,19 @@ def curves(results: dict):
         for index, run in enumerate(found):
             steps, values = zip(*run["curve"])
             label = {"label": kind} if index == 0 else {}
-            axes.plot(steps, [100 * v for v in values], color=colour, marker="o", markersize=2, linewidth=1, **label)
+            axes.plot(
+                steps,
+                [100 * v for v in values],
+                color=colour,
+                marker="o",
+                markersize=2,
+                linewidth=1,
+                **label,
+            )
     least = statistics.mean(run["most_frequent"] for run in results["runs"].values())
-    axes.axhline(100 * least, color="0.3", linestyle="--", linewidth=1, label="the more frequent answer")
+    axes.axhline(
+        100 * least, color="0.3", linestyle="--", linewidth=1, label="the more frequent answer"
+    )
     axes.set(xlabel="step", ylabel="accuracy on fresh sequences, %")
     figure.legend(fontsize=8, ncols=3, loc="outside lower center")
     return figure

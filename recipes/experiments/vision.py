@@ -33,7 +33,12 @@ SETTINGS = {
     "rows": [
         *([kind, 1.0] for kind in ("dot product", "umbral cone, psi", "Euclidean distance")),
         *([kind, 1.0] for kind in ("normalised dot product", "hyperbolic distance")),
-        *([kind, gamma] for gamma in (0.5, 0.1, 1.0) for kind in CONES if (kind, gamma) != ("umbral cone, psi", 1.0)),
+        *(
+            [kind, gamma]
+            for gamma in (0.5, 0.1, 1.0)
+            for kind in CONES
+            if (kind, gamma) != ("umbral cone, psi", 1.0)
+        ),
     ],
     "seeds": [0, 1, 2],
     "data": None,
@@ -60,7 +65,8 @@ SETTINGS = {
 #: train/CLASS/*.JPEG and val/CLASS/*.JPEG. 300 epochs in batches of 256; the paper's rate of 5e-4 for 512 images is the
 #: middle one.
 FULL = {
-    "rows": [[kind, 1.0] for kind in (*CONTROLS, "hyperbolic distance")] + [[kind, 0.5] for kind in CONES],
+    "rows": [[kind, 1.0] for kind in (*CONTROLS, "hyperbolic distance")]
+    + [[kind, 0.5] for kind in CONES],
     "classes": 1000,
     "image": 224,
     "channels": 3,
@@ -99,10 +105,15 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     search = settings["search"]
     for kind, gamma in settings["rows"]:
         for rate in search["rates"]:
-            do = functools.partial(train, settings, kind, gamma, search["seed"], rate, search["steps"], "search")
+            do = functools.partial(
+                train, settings, kind, gamma, search["seed"], rate, search["steps"], "search"
+            )
             yield key_of_search(kind, gamma, rate), do
         for seed in settings["seeds"]:
-            yield key_of(kind, gamma, seed), functools.partial(train_at_best, settings, found, kind, gamma, seed)
+            yield (
+                key_of(kind, gamma, seed),
+                functools.partial(train_at_best, settings, found, kind, gamma, seed),
+            )
 
 
 def best_rate(settings: dict, found: dict, kind: str, gamma: float) -> float:
@@ -149,7 +160,9 @@ def model_of(settings: dict, kind: str, gamma: float) -> DeiTForImageClassificat
     return model
 
 
-def train(settings: dict, kind: str, gamma: float, seed: int, rate: float, steps: int, part: str) -> dict:
+def train(
+    settings: dict, kind: str, gamma: float, seed: int, rate: float, steps: int, part: str
+) -> dict:
     """One run, and its accuracy on the images of a part."""
     data, device = data_of(*data_key(settings)), "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)

@@ -41,9 +41,14 @@ class Fashion:
         images, labels = self.train
         draw = torch.Generator().manual_seed(seed)
         while True:
-            for rows in torch.randperm(len(labels), generator=draw).split(size)[: len(labels) // size]:
+            for rows in torch.randperm(len(labels), generator=draw).split(size)[
+                : len(labels) // size
+            ]:
                 mirror = torch.rand(size, generator=draw) < 0.5
-                yield torch.where(mirror[:, None, None, None], images[rows].flip(-1), images[rows]), labels[rows]
+                yield (
+                    torch.where(mirror[:, None, None, None], images[rows].flip(-1), images[rows]),
+                    labels[rows],
+                )
 
     def in_order(self, part: str, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """All images of "search" or "test"."""
@@ -84,7 +89,9 @@ class Folder:
     def batches(self, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of images [B, 3, size, size] and labels [B] without an end."""
         draw = torch.Generator().manual_seed(seed)
-        loader = DataLoader(self.train, size, shuffle=True, generator=draw, num_workers=self.workers, drop_last=True)
+        loader = DataLoader(
+            self.train, size, shuffle=True, generator=draw, num_workers=self.workers, drop_last=True
+        )
         while True:
             yield from loader
 
@@ -115,7 +122,9 @@ class Images(Dataset):
             image = image.convert("RGB")
         box = self.part_of(*image.size)
         image = image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
+            self.size, self.size, 3
+        )
         pixels = (pixels / 255 - torch.tensor(MEANS)) / torch.tensor(DEVIATIONS)
         pixels = pixels.permute(2, 0, 1)
         mirror = self.train and torch.rand(()) < 0.5

@@ -21,7 +21,10 @@ def accuracies(results: dict, kind: str, gamma: float) -> list[float]:
 
 def whole(results: dict) -> dict[tuple[str, float], list[float]]:
     """Accuracies by row, of those that are whole."""
-    found = {(kind, gamma): accuracies(results, kind, gamma) for kind, gamma in results["settings"]["rows"]}
+    found = {
+        (kind, gamma): accuracies(results, kind, gamma)
+        for kind, gamma in results["settings"]["rows"]
+    }
     return {row: values for row, values in found.items() if values}
 
 
@@ -31,10 +34,20 @@ def scores(results: dict) -> str:
     for (kind, gamma), values in whole(results).items():
         runs = [results["runs"][key_of(kind, gamma, seed)] for seed in results["settings"]["seeds"]]
         rate = best_rate(results["settings"], results["runs"], kind, gamma)
-        ends = (f"{n} {statistics.mean(run['learned'][n] for run in runs):.2f}" for n in runs[0]["learned"])
-        cells = [f"{runs[0]['parameters']:,}", f"{rate:g}", mean_and_deviation(values, 2), ", ".join(ends)]
+        ends = (
+            f"{n} {statistics.mean(run['learned'][n] for run in runs):.2f}"
+            for n in runs[0]["learned"]
+        )
+        cells = [
+            f"{runs[0]['parameters']:,}",
+            f"{rate:g}",
+            mean_and_deviation(values, 2),
+            ", ".join(ends),
+        ]
         rows.append([row_of(kind, gamma), *cells])
-    return table(["score", "parameters", "learning rate", "accuracy, %", "learned, on the mean"], rows)
+    return table(
+        ["score", "parameters", "learning rate", "accuracy, %", "learned, on the mean"], rows
+    )
 
 
 def pairs(results: dict) -> str:
@@ -59,10 +72,18 @@ def gammas(results: dict) -> str:
             power = max(detectable(other, usual) for other in others.values())
             cells = [paired(others[g], usual, 2) if g in others else "" for g in GAMMAS[1:]]
             rows.append([kind, *cells, f"{power:.2f}"])
-    return table(["points ahead of gamma 1", *(f"gamma {g:g}" for g in GAMMAS[1:]), "what would be found"], rows)
+    return table(
+        ["points ahead of gamma 1", *(f"gamma {g:g}" for g in GAMMAS[1:]), "what would be found"],
+        rows,
+    )
 
 
-TABLES = {"vision": scores, "vision-paired": pairs, "vision-gammas": gammas, "vision-made": circumstances}
+TABLES = {
+    "vision": scores,
+    "vision-paired": pairs,
+    "vision-gammas": gammas,
+    "vision-made": circumstances,
+}
 
 
 def plot(results: dict):
@@ -78,7 +99,9 @@ def plot(results: dict):
     left.set(xlim=(min(every) - 2, max(every) + 1), xlabel="accuracy, %; gamma 1")
     left.invert_yaxis()
     for kind in CONES:
-        of_kind = [(gamma, found[kind, gamma]) for gamma in sorted(GAMMAS) if (kind, gamma) in found]
+        of_kind = [
+            (gamma, found[kind, gamma]) for gamma in sorted(GAMMAS) if (kind, gamma) in found
+        ]
         if of_kind:
             right.errorbar([g for g, _ in of_kind], [statistics.mean(v) for _, v in of_kind],
                            [statistics.stdev(v) for _, v in of_kind], color=figures.SCORES[kind], marker="o",
@@ -93,5 +116,7 @@ def plot(results: dict):
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
     """Write every table between its two marks on the page; the plot too, once a row of a cone is whole."""
-    there = (folder / "vision.json").exists() and any(kind in CONES for kind, _ in whole(load("vision", folder)))
+    there = (folder / "vision.json").exists() and any(
+        kind in CONES for kind, _ in whole(load("vision", folder))
+    )
     draw_page("vision", TABLES, folder, page, plot if there else None, plots)

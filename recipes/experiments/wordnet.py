@@ -26,7 +26,9 @@ def read_parents(path: str | Path) -> dict[str, str | None]:
                 continue
             fields = line.split(" | ")[0].split()
             if len(fields) < 6 or fields[2] != "n":
-                raise ValueError(f"{path} is no data.noun of WordNet: it has the line {line[:40]!r}")
+                raise ValueError(
+                    f"{path} is no data.noun of WordNet: it has the line {line[:40]!r}"
+                )
             offset, words = fields[0], int(fields[3], 16)
             names[offset] = f"{fields[4]}.{offset}"
             pointers = fields[5 + 2 * words :]
@@ -47,7 +49,9 @@ def read_glosses(path: str | Path) -> dict[str, str]:
     return found
 
 
-def sample_paths(parents: dict[str, str | None], depth: int, leaves: int, seed: int) -> list[tuple[str, ...]]:
+def sample_paths(
+    parents: dict[str, str | None], depth: int, leaves: int, seed: int
+) -> list[tuple[str, ...]]:
     """Paths from depth 1 to depth `depth`, of as many distinct nodes at that depth.
 
     Each is a random walk from the root, with equal chances for all children whose subtree is deep enough. Uniform

@@ -34,7 +34,11 @@ class MarkWhole(TrainerCallback):
 def last_whole(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end."""
     found = [path.parent for path in folder.glob(f"checkpoint-*/{WHOLE}")]
-    steps = {int(match[1]): path for path in found if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
+    steps = {
+        int(match[1]): path
+        for path in found
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    }
     return steps[max(steps)] if steps else None
 
 
@@ -67,7 +71,9 @@ def check_same_recipe(folder: Path, recipe: dict) -> None:
     old = json.loads(path.read_text(encoding="utf-8"))
     for group, values in recipe.items():
         # a setting that there was not when the run was begun had what is its default now
-        defaults = {f.name: plain(f.default) for f in fields(GROUPS[group])} if group in GROUPS else {}
+        defaults = (
+            {f.name: plain(f.default) for f in fields(GROUPS[group])} if group in GROUPS else {}
+        )
         before = defaults | old.get(group, {})
         for key, value in values.items():
             if (group, key) not in FREE and group != "hub" and before.get(key) != value:

@@ -12,7 +12,9 @@ from torch import nn
 
 from hf_hyperattn.analysis import perplexity
 
-DESCRIPTION = "The part of tokens that a causal language model finds likeliest given the tokens before them."
+DESCRIPTION = (
+    "The part of tokens that a causal language model finds likeliest given the tokens before them."
+)
 
 
 class NextTokenAccuracy(evaluate.Metric):

@@ -81,18 +81,24 @@ def load_base(settings: Settings, classes: int | None = None) -> nn.Module:
     sizes = {} if classes is None else {"num_labels": classes}
     set_seed(settings.trainer.seed)
     if model.config is None:
-        return from_pretrained(cls, model, **options, **sizes, **({"ignore_mismatched_sizes": True} if sizes else {}))
+        return from_pretrained(
+            cls, model, **options, **sizes, **({"ignore_mismatched_sizes": True} if sizes else {})
+        )
     try:
         return cls.from_config(AutoConfig.for_model(**model.config, **sizes), **options).eval()
     except (TypeError, ValueError) as error:
-        raise ValueError(f"model.config={model.config!r}: {' '.join(str(error).split())[:300]}") from error
+        raise ValueError(
+            f"model.config={model.config!r}: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def check_length(model: nn.Module, length: int) -> None:
     """Raise if rows are longer than the model has positions for."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and length > positions:
-        raise ValueError(f"data.length={length} is not allowed; allowed: up to {positions}, what the model reads")
+        raise ValueError(
+            f"data.length={length} is not allowed; allowed: up to {positions}, what the model reads"
+        )
 
 
 def from_pretrained(cls, model: Model, **options):
@@ -102,7 +108,9 @@ def from_pretrained(cls, model: Model, **options):
         return cls.from_pretrained(where, revision=model.revision, **options)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"model.name={model.name!r}: cannot be loaded as {AUTO[model.task][1]}: {reason}") from error
+        raise ValueError(
+            f"model.name={model.name!r}: cannot be loaded as {AUTO[model.task][1]}: {reason}"
+        ) from error
 
 
 def make_trainable(model: nn.Module, settings: Settings) -> nn.Module:
@@ -153,7 +161,9 @@ def finish(draft: Path, target: Path, base_model: str | None) -> None:
         config = json.loads(described.read_text(encoding="utf-8"))
         config["base_model_name_or_path"] = base_model
         write_atomically(described, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (draft / "training_args.bin").unlink(missing_ok=True)  # a pickle, with paths of this machine in it
+    (draft / "training_args.bin").unlink(
+        missing_ok=True
+    )  # a pickle, with paths of this machine in it
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
 

@@ -39,14 +39,18 @@ def publish(settings: Settings, folder: Path, results: dict) -> None:
         repo_id=hub.id,
         base_model=id_on_hub(settings),
         license=hub.license,
-        gates=tuple(results["gates"][n] for n in ("lowest", "highest")) if results["gates"] else None,
+        gates=tuple(results["gates"][n] for n in ("lowest", "highest"))
+        if results["gates"]
+        else None,
         versions={n: v for n, v in results["versions"].items() if n != "python"},
         results=[measured(settings, results)],
     )
     if not hub.push:
         return
     with in_one_line(f"all is saved in {folder}, but the push to {hub.id}"):
-        HfApi().upload_folder(repo_id=hub.id, folder_path=folder, commit_message="Trained with hf_hyperattn")
+        HfApi().upload_folder(
+            repo_id=hub.id, folder_path=folder, commit_message="Trained with hf_hyperattn"
+        )
     print(f"published            {hub.id}")
 
 

@@ -35,7 +35,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # noqa: S506  a subclass of SafeLoader
     except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror}; allowed: a readable YAML file") from error
+        raise ValueError(
+            f"--config {path}: {error.strerror}; allowed: a readable YAML file"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
@@ -48,4 +50,6 @@ def read_yaml_value(text: str) -> Any:
     try:
         return yaml.load(text, Loader)  # noqa: S506  a subclass of SafeLoader
     except yaml.YAMLError as error:
-        raise ValueError(f"--set ...={text}: not a YAML value: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"--set ...={text}: not a YAML value: {' '.join(str(error).split())}"
+        ) from error

@@ -16,7 +16,16 @@ import torch
 import hf_hyperattn
 from hf_hyperattn.files import write_atomically
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "evaluate", "safetensors", "numpy")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "evaluate",
+    "safetensors",
+    "numpy",
+)
 #: What a person wants to know of both measurements, and how it is called.
 MEASURED = {
     "perplexity": "held-out perplexity",
@@ -44,7 +53,9 @@ def machine() -> dict:
     return {
         "architecture": platform.machine(),
         "system": platform.system(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if cuda else None,
@@ -77,11 +88,17 @@ def summary(results: dict) -> str:
     before, after, seconds = results["before"], results["after"], results["seconds"]
     parameters, gates = results["parameters"], results["gates"]
     lines = [
-        *(f"{label:21}{before[name]:.4f} -> {after[name]:.4f}" for name, label in MEASURED.items() if name in after),
+        *(
+            f"{label:21}{before[name]:.4f} -> {after[name]:.4f}"
+            for name, label in MEASURED.items()
+            if name in after
+        ),
         f"trained              {parameters['trained']:,} of {parameters['all']:,} parameters "
         f"({parameters['added']:,} added by the patch)",
     ]
     if gates:
         lines.append(f"gates                {gates['lowest']:+.4f} to {gates['highest']:+.4f}")
-    lines.append(f"time                 {seconds['train']:.0f} s of training, {seconds['total']:.0f} s in all")
+    lines.append(
+        f"time                 {seconds['train']:.0f} s of training, {seconds['total']:.0f} s in all"
+    )
     return "\n".join(lines)

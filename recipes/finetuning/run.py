@@ -76,7 +76,11 @@ def run(settings: Settings, command: str, fresh: bool = False) -> dict:
     if process.is_main_process:
         results = {"command": command, **circumstances, "recipe": recipe, **results}
         report.write(folder / checkpoints.RESULTS, results)
-        print(report.summary(results), f"results              {folder / checkpoints.RESULTS}", sep="\n")
+        print(
+            report.summary(results),
+            f"results              {folder / checkpoints.RESULTS}",
+            sep="\n",
+        )
         publish.publish(settings, saved_in(settings), results)
     process.wait_for_everyone()
     return results
@@ -163,7 +167,9 @@ def save(trainer, processor, settings: Settings) -> None:
 
 def saved_in(settings: Settings) -> Path:
     """The folder of what was trained: an adapter, or a whole model."""
-    return Path(settings.trainer.output) / ("adapter" if settings.peft.method == "lora" else "model")
+    return Path(settings.trainer.output) / (
+        "adapter" if settings.peft.method == "lora" else "model"
+    )
 
 
 def tokens_read(settings: Settings, process: PartialState) -> int:

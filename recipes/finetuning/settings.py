@@ -15,7 +15,10 @@ GROUPS = {cls.__name__.lower(): cls for cls in (Model, Mechanisms, Peft, Data, T
 #: Settings that are read with one method, source or task alone: group and names.
 OF_LORA = (("peft", ("r", "alpha", "dropout", "targets")), ("trainer", ("merged",)))
 OF_HUB = (("data", ("subset", "revision", "split", "held_out_split", "column", "label")),)
-OF_TEXT, OF_ROWS = (("data", ("held_out_tokens",)),), (("data", ("train_rows", "held_out_rows", "label")),)
+OF_TEXT, OF_ROWS = (
+    (("data", ("held_out_tokens",)),),
+    (("data", ("train_rows", "held_out_rows", "label")),),
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,13 @@ class Settings:
                 "peft.method=full"
             )
         if scratch and task in ("text-generation", "text-classification"):
-            raise ValueError(f"model.config with model.task={task!r}: it has no tokenizer; set model.name")
+            raise ValueError(
+                f"model.config with model.task={task!r}: it has no tokenizer; set model.name"
+            )
         if scratch and task == "image-classification" and self.data.source == "hub":
-            raise ValueError("model.config with data.source='hub': it has no image processor; set model.name")
+            raise ValueError(
+                "model.config with data.source='hub': it has no image processor; set model.name"
+            )
         self.check_read()
 
     def check_read(self) -> None:
@@ -58,7 +65,9 @@ class Settings:
                 for f in fields(GROUPS[group]):
                     value = getattr(getattr(self, group), f.name)
                     if f.name in names and value != f.default:
-                        raise ValueError(f"{group}.{f.name}={value!r} says nothing with {where}; leave it out")
+                        raise ValueError(
+                            f"{group}.{f.name}={value!r} says nothing with {where}; leave it out"
+                        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and YAML have them."""
@@ -80,7 +89,9 @@ def read_settings(path: str | Path, changes: list[str] = ()) -> Settings:
         key, equals, value = change.partition("=")
         group, dot, name = key.partition(".")
         if not (equals and dot) or group not in GROUPS:
-            raise ValueError(f"--set {change}: allowed: GROUP.KEY=VALUE with the groups {', '.join(GROUPS)}")
+            raise ValueError(
+                f"--set {change}: allowed: GROUP.KEY=VALUE with the groups {', '.join(GROUPS)}"
+            )
         data.setdefault(group, {})
         check_mapping(group, data[group])
         data[group][name] = read_yaml_value(value)
@@ -89,7 +100,9 @@ def read_settings(path: str | Path, changes: list[str] = ()) -> Settings:
     if isinstance(trainer, dict) and trainer.get("output") is None:
         at = Path(path).resolve().with_suffix("")
         data["trainer"] = trainer | {"output": f"outputs/{at.parent.name}/{at.name}"}
-    settings = Settings(**{name: read_group(cls, data.get(name) or {}) for name, cls in GROUPS.items()})
+    settings = Settings(
+        **{name: read_group(cls, data.get(name) or {}) for name, cls in GROUPS.items()}
+    )
     settings.mechanisms.config  # noqa: B018  a bad mechanism is an error now, not when the model is loaded
     return settings
 
@@ -105,10 +118,14 @@ def read_recipe(path: str | Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]
     if base is None:
         return data
     if not isinstance(base, str):
-        raise ValueError(f"base is {base!r}; allowed: the path of a YAML file, from the folder of {path}")
+        raise ValueError(
+            f"base is {base!r}; allowed: the path of a YAML file, from the folder of {path}"
+        )
     other = Path(path).parent / base
     if other.resolve() in (seen := (*seen, Path(path).resolve())):
-        raise ValueError(f"base {base!r} is read from itself; allowed: a file that leads to no circle")
+        raise ValueError(
+            f"base {base!r} is read from itself; allowed: a file that leads to no circle"
+        )
     whole = read_recipe(other, seen)
     for group, values in data.items():
         both = isinstance(values, dict) and isinstance(whole.get(group), dict)
@@ -138,7 +155,9 @@ def check_known(owner: str, data: dict, known: dict) -> None:
     """Raise for the first key that is not known."""
     for key in data:
         if key not in known:
-            raise ValueError(f"{owner} has no key {key!r} (its value: {data[key]!r}); allowed: {', '.join(known)}")
+            raise ValueError(
+                f"{owner} has no key {key!r} (its value: {data[key]!r}); allowed: {', '.join(known)}"
+            )
 
 
 def plain(value: Any) -> Any:
@@ -154,6 +173,10 @@ def listing() -> str:
     for group, cls in GROUPS.items():
         lines.append(f"{group}: {cls.__doc__}")
         for f in fields(cls):
-            default = "(must be given)" if f.default is dataclasses.MISSING else json.dumps(plain(f.default))
+            default = (
+                "(must be given)"
+                if f.default is dataclasses.MISSING
+                else json.dumps(plain(f.default))
+            )
             lines.append(f"  {f.name:<24}{default:<18}{f.metadata['help']}")
     return "\n".join(lines)

@@ -73,7 +73,12 @@ class Examples:
             right += int((logits.argmax(-1) == labels)[counts].sum())
             predicted += int(counts.sum())
         seconds = time.perf_counter() - began
-        return {"loss": loss / predicted, "accuracy": right / predicted, "predicted": predicted, "seconds": seconds}
+        return {
+            "loss": loss / predicted,
+            "accuracy": right / predicted,
+            "predicted": predicted,
+            "seconds": seconds,
+        }
 
 
 def prepare(settings: Settings, tokens: int) -> Examples | texts.Text:
@@ -90,7 +95,11 @@ def prepare(settings: Settings, tokens: int) -> Examples | texts.Text:
         tokenizer = models.load_processor(hf.AutoTokenizer, settings.model)
         return texts.prepare(settings.data, tokenizer, tokens, settings.trainer.seed)
     train, held_out = pairs_of(settings)
-    make = {"text-classification": classified, "image-classification": seen, "translation": translated}[task]
+    make = {
+        "text-classification": classified,
+        "image-classification": seen,
+        "translation": translated,
+    }[task]
     return make(settings, train, held_out)
 
 
@@ -100,7 +109,9 @@ def pairs_of(settings: Settings) -> tuple[Pairs, Pairs]:
     if data.source == "hub":
         rows = texts.rows_from_hub(data, data.split, data.train_rows + data.held_out_rows)
         if data.held_out_split:
-            return rows[: data.train_rows], texts.rows_from_hub(data, data.held_out_split, data.held_out_rows)
+            return rows[: data.train_rows], texts.rows_from_hub(
+                data, data.held_out_split, data.held_out_rows
+            )
         at = max(len(rows) - data.held_out_rows, 9 * len(rows) // 10)
         return rows[:at][: data.train_rows], rows[at:]
     # The data of packages, which the experiments read too.
@@ -124,19 +135,28 @@ def classified(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:
     tokenizer = models.load_processor(hf.AutoTokenizer, settings.model)
 
     def rows(pairs: Pairs) -> list[dict]:
-        ids = tokenizer([text for text, _ in pairs], truncation=True, max_length=settings.data.length)["input_ids"]
+        ids = tokenizer(
+            [text for text, _ in pairs], truncation=True, max_length=settings.data.length
+        )["input_ids"]
         return [
-            {"input_ids": row, "labels": class_of(label, settings)} for row, (_, label) in zip(ids, pairs, strict=True)
+            {"input_ids": row, "labels": class_of(label, settings)}
+            for row, (_, label) in zip(ids, pairs, strict=True)
         ]
 
-    return examples(settings, rows(train), rows(held_out), hf.DataCollatorWithPadding(tokenizer), tokenizer)
+    return examples(
+        settings, rows(train), rows(held_out), hf.DataCollatorWithPadding(tokenizer), tokenizer
+    )
 
 
 def seen(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:
     """Images with the number of their class, prepared as the model's own processor says; those of an untrained model
     have numbers from -1 to 1.
     """
-    processor = None if settings.model.config else models.load_processor(hf.AutoImageProcessor, settings.model)
+    processor = (
+        None
+        if settings.model.config
+        else models.load_processor(hf.AutoImageProcessor, settings.model)
+    )
 
     def pixels(image) -> Tensor:
         if processor is None:
@@ -144,7 +164,10 @@ def seen(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:
         return processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
     def rows(pairs: Pairs) -> list[dict]:
-        return [{"pixel_values": pixels(image), "labels": class_of(label, settings)} for image, label in pairs]
+        return [
+            {"pixel_values": pixels(image), "labels": class_of(label, settings)}
+            for image, label in pairs
+        ]
 
     return examples(settings, rows(train), rows(held_out), hf.default_data_collator, processor)
 
@@ -156,7 +179,9 @@ def class_of(label: Any, settings: Settings) -> int:
         ValueError: it is none.
     """
     if isinstance(label, str | float) or int(label) < 0:
-        raise ValueError(f"data.label={settings.data.label!r} holds {label!r}; allowed: numbers of classes, from 0")
+        raise ValueError(
+            f"data.label={settings.data.label!r} holds {label!r}; allowed: numbers of classes, from 0"
+        )
     return int(label)
 
 
@@ -164,7 +189,9 @@ def translated(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:
     """Sentences with the tokens of their translation; an untrained model gets a tokenizer of the training texts."""
     model, length = settings.model, settings.data.length
     if model.config:
-        tokenizer = tokenizer_of([side for pair in train for side in pair], model.config["vocab_size"])
+        tokenizer = tokenizer_of(
+            [side for pair in train for side in pair], model.config["vocab_size"]
+        )
     else:
         tokenizer = models.load_processor(hf.AutoTokenizer, model)
 
@@ -174,7 +201,9 @@ def translated(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:
             {"input_ids": ids, "labels": labels}
             for ids, labels in zip(
                 tokenizer(list(source), truncation=True, max_length=length)["input_ids"],
-                tokenizer(text_target=list(target), truncation=True, max_length=length)["input_ids"],
+                tokenizer(text_target=list(target), truncation=True, max_length=length)[
+                    "input_ids"
+                ],
                 strict=True,
             )
         ]
@@ -183,7 +212,9 @@ def translated(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:
     return examples(settings, rows(train), rows(held_out), collate, tokenizer)
 
 
-def examples(settings: Settings, rows: list[dict], held_out: list[dict], collate: Callable, processor) -> Examples:
+def examples(
+    settings: Settings, rows: list[dict], held_out: list[dict], collate: Callable, processor
+) -> Examples:
     """Rows with what is said of them in the results."""
     if not rows or not held_out:
         raise ValueError(
@@ -195,7 +226,9 @@ def examples(settings: Settings, rows: list[dict], held_out: list[dict], collate
             digest.update(torch.as_tensor(value).numpy().tobytes())
     name = settings.data.name
     facts = {
-        "source": settings.data.source if name is None else f"{settings.data.source}: {Path(name).name}",
+        "source": settings.data.source
+        if name is None
+        else f"{settings.data.source}: {Path(name).name}",
         "train": {"rows": len(rows)},
         "held_out": {"rows": len(held_out)},
         "sha256": digest.hexdigest()[:16],
@@ -203,7 +236,9 @@ def examples(settings: Settings, rows: list[dict], held_out: list[dict], collate
     classes = None
     if settings.model.task != "translation":
         for option, part in (("train_rows", rows), ("held_out_rows", held_out)):
-            if len({row["labels"] for row in part}) == 1:  # as in the first rows of a data set that is sorted
+            if (
+                len({row["labels"] for row in part}) == 1
+            ):  # as in the first rows of a data set that is sorted
                 raise ValueError(
                     f"data.{option}={getattr(settings.data, option)} gives {len(part)} rows, all of class "
                     f"{part[0]['labels']}; allowed: so many that there are two classes, or a data set in another order"
@@ -225,8 +260,13 @@ def tokenizer_of(sentences: list[str], size: int) -> hf.PreTrainedTokenizerFast:
     words.train_from_iterator(
         sentences,
         trainers.BpeTrainer(
-            vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+            vocab_size=size,
+            special_tokens=list(SPECIAL),
+            initial_alphabet=alphabet,
+            show_progress=False,
         ),
     )
-    words.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, 1)])
+    words.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, 1)]
+    )
     return hf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token=end)

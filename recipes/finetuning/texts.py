@@ -79,7 +79,9 @@ def prepare(data: Data, tokenizer, tokens: int, seed: int) -> Text:
     train, held_out = documents(data, CHARACTERS * (tokens + data.held_out_tokens))
     train = train.shuffle(seed=seed)
     ids, read = tokenize(train, tokenizer, tokens)
-    share = max(data.length, -(-data.held_out_tokens // len(held_out)))  # so that no document speaks for all
+    share = max(
+        data.length, -(-data.held_out_tokens // len(held_out))
+    )  # so that no document speaks for all
     kept, read_held_out = tokenize(held_out, tokenizer, data.held_out_tokens, share)
     if len(kept) < 32 or len(ids) < data.length:
         raise ValueError(
@@ -91,7 +93,9 @@ def prepare(data: Data, tokenizer, tokens: int, seed: int) -> Text:
         "train": {"documents": read, "tokens": len(ids), "sha256": checksum(ids)},
         "held_out": {"documents": read_held_out, "tokens": len(kept), "sha256": checksum(kept)},
     }
-    return Text(cut(ids.tolist(), data.length, prefix), kept.tolist(), prefix, facts, data.length, tokenizer)
+    return Text(
+        cut(ids.tolist(), data.length, prefix), kept.tolist(), prefix, facts, data.length, tokenizer
+    )
 
 
 def documents(data: Data, characters: int) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -110,7 +114,9 @@ def library() -> datasets.Dataset:
     """The modules of Python's standard library, by name."""
     files = sorted(Path(argparse.__file__).parent.glob("*.py"))
     if len(files) < 2 * HELD_OUT:
-        raise ValueError("data.source='python': this Python has no source of its library; use data.source=file")
+        raise ValueError(
+            "data.source='python': this Python has no source of its library; use data.source=file"
+        )
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     return datasets.Dataset.from_dict({"name": [file.stem for file in files], "text": texts})
 
@@ -121,7 +127,9 @@ def part(whole: datasets.Dataset, is_held_out) -> tuple[datasets.Dataset, datase
     held_out = [i for i, name in enumerate(names) if is_held_out(name, i)]
     rest = sorted(set(range(len(names))) - set(held_out))
     if not held_out or not rest:
-        raise ValueError(f"the data set has {len(names)} documents; allowed: at least {HELD_OUT}, or two splits")
+        raise ValueError(
+            f"the data set has {len(names)} documents; allowed: at least {HELD_OUT}, or two splits"
+        )
     return whole.select(rest), whole.select(held_out)
 
 
@@ -130,7 +138,9 @@ def split_file(path: str) -> tuple[datasets.Dataset, datasets.Dataset]:
     try:
         whole = datasets.Dataset.from_text(path, sample_by="document", keep_in_memory=True)
     except Exception as error:
-        raise ValueError(f"data.name={path!r}: {said(error)}; allowed: a text file in UTF-8") from error
+        raise ValueError(
+            f"data.name={path!r}: {said(error)}; allowed: a text file in UTF-8"
+        ) from error
     text = "\n".join(whole["text"])
     at = text.rfind("\n", 0, len(text) - len(text) // HELD_OUT) + 1
     return tuple(datasets.Dataset.from_dict({"text": [piece]}) for piece in (text[:at], text[at:]))
@@ -160,12 +170,16 @@ def stream(data: Data, split: str, fields: tuple[str, ...]) -> Iterator[tuple]:
         ValueError: the data set cannot be read, or has no such column.
     """
     try:
-        found = datasets.load_dataset(data.name, data.subset, split=split, revision=data.revision, streaming=True)
+        found = datasets.load_dataset(
+            data.name, data.subset, split=split, revision=data.revision, streaming=True
+        )
         for row in islice(found, MOST_DOCUMENTS):
             yield tuple(row[getattr(data, field)] for field in fields)
     except KeyError as error:
         field = next(field for field in fields if getattr(data, field) not in row)
-        raise ValueError(f"data.{field}={error} is not in {data.name}; allowed: {', '.join(row)}") from error
+        raise ValueError(
+            f"data.{field}={error} is not in {data.name}; allowed: {', '.join(row)}"
+        ) from error
     except Exception as error:
         raise ValueError(f"data.name={data.name!r}, split {split!r}: {said(error)}") from error
 
@@ -177,7 +191,9 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def tokenize(texts: datasets.Dataset, tokenizer, tokens: int, share: int | None = None) -> tuple[np.ndarray, int]:
+def tokenize(
+    texts: datasets.Dataset, tokenizer, tokens: int, share: int | None = None
+) -> tuple[np.ndarray, int]:
     """The first `tokens` ids of the documents, each ended by EOS where the tokenizer has one, and how many were read.
 
     Args:

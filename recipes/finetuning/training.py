@@ -77,4 +77,6 @@ def save(trainer: Trainer, draft: Path) -> None:
 
 def curve(history: list[dict], key: str) -> list[list[float]]:
     """[step, value] of one number in the Trainer's log, each step once."""
-    return [[step, value] for step, value in {h["step"]: h[key] for h in history if key in h}.items()]
+    return [
+        [step, value] for step, value in {h["step"]: h[key] for h in history if key in h}.items()
+    ]

@@ -6,7 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_hyperattn.analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits
+from hf_hyperattn.analysis import (
+    PeakMemory,
+    max_logit_difference,
+    measure_generation,
+    next_token_logits,
+)
 
 MIB = 2**20
 
@@ -24,7 +29,9 @@ def model():
 def test_peak_memory_sees_what_was_freed_again():
     with PeakMemory() as memory:
         block, end = torch.ones(64 * MIB, dtype=torch.uint8), time.monotonic() + 60
-        while memory.added < 60 * MIB and time.monotonic() < end:  # until the thread that looks has had its turn
+        while (
+            memory.added < 60 * MIB and time.monotonic() < end
+        ):  # until the thread that looks has had its turn
             time.sleep(0.01)
         del block
     assert 60 * MIB < memory.added < 160 * MIB

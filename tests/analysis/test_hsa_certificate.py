@@ -100,7 +100,9 @@ def test_key_tied_loss(make, padding):
     causal = make is decoder
     losses = certificate(model, inputs, HsaConfig(windows=(3, 6), tying="key", **RULES))
     whole = Hierarchy.windows(21, (3, 6), inputs.get("attention_mask", torch.ones(2, 21)))
-    wanted = expected(model, inputs, whole, lambda S, tree: definition_key(S, tree, is_causal=causal, **RULES))
+    wanted = expected(
+        model, inputs, whole, lambda S, tree: definition_key(S, tree, is_causal=causal, **RULES)
+    )
     compare(losses, wanted)
 
 
@@ -142,8 +144,12 @@ def test_what_has_no_certificate_is_refused_and_the_model_stays_whole():
     with pytest.raises(ValueError, match="layers.0.self_attn is causal"):
         certificate(model, batch("left"), HsaConfig(tying="both"))
     torch.manual_seed(0)
-    mistral = hf.MistralForCausalLM(hf.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=10)).eval()
-    losses = certificate(mistral, {"input_ids": batch("left")["input_ids"]}, HsaConfig(windows=(3, 6), **RULES))
+    mistral = hf.MistralForCausalLM(
+        hf.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=10)
+    ).eval()
+    losses = certificate(
+        mistral, {"input_ids": batch("left")["input_ids"]}, HsaConfig(windows=(3, 6), **RULES)
+    )
     assert all(x > 0 for loss in losses for x in loss.heads)
     gemma = hf.Gemma2ForCausalLM(hf.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=8)).eval()
     with pytest.raises(ValueError, match="self_attn.* softcap"):

@@ -5,7 +5,12 @@ import itertools
 import pytest
 import torch
 
-from hf_hyperattn.analysis.hyperbolicity import gromov_delta, hyperbolicity, rank_correlation, shuffled
+from hf_hyperattn.analysis.hyperbolicity import (
+    gromov_delta,
+    hyperbolicity,
+    rank_correlation,
+    shuffled,
+)
 from hf_hyperattn.geometry import poincare
 
 
@@ -33,7 +38,9 @@ def test_delta_is_that_of_the_definition():
     d = torch.cdist(points, points)
     assert gromov_delta(d) == pytest.approx(four_point(d), rel=1e-6)
     assert gromov_delta(tree(30)) < 1e-12
-    square = torch.tensor([[0.0, 1, 2, 1], [1, 0, 1, 2], [2, 1, 0, 1], [1, 2, 1, 0]])  # a ring of four: delta 1
+    square = torch.tensor(
+        [[0.0, 1, 2, 1], [1, 0, 1, 2], [2, 1, 0, 1], [1, 2, 1, 0]]
+    )  # a ring of four: delta 1
     assert gromov_delta(square) == 1
 
 
@@ -58,13 +65,21 @@ def test_the_mean_is_that_of_all_quadruples_within_its_error():
     assert abs(found.mean - sum(every) / len(every)) < 4 * found.mean_error < 0.02
     assert found.largest == pytest.approx(2 * four_point(d) / d.max().item(), rel=1e-6)
     assert (found.size, found.draws, found.largest_deviation) == (12, 1, 0.0)
-    assert hyperbolicity(points, quadruples=5000) == found != hyperbolicity(points, quadruples=5000, seed=1)
+    assert (
+        hyperbolicity(points, quadruples=5000)
+        == found
+        != hyperbolicity(points, quadruples=5000, seed=1)
+    )
 
 
 def test_what_is_shuffled_keeps_each_coordinate_and_nothing_else():
-    points = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))  # the seed of the order, too
+    points = torch.randn(
+        200, 3, generator=torch.Generator().manual_seed(0)
+    )  # the seed of the order, too
     other = shuffled(points)
-    assert torch.equal(other.sort(0).values, points.sort(0).values) and not torch.equal(other, points)
+    assert torch.equal(other.sort(0).values, points.sort(0).values) and not torch.equal(
+        other, points
+    )
     assert torch.corrcoef(other.T)[0, 1].abs() < 0.2 and torch.equal(shuffled(points), other)
     together = shuffled(points[:, :1].expand(-1, 2))
     assert torch.corrcoef(together.T)[0, 1].abs() < 0.2
@@ -84,11 +99,20 @@ def test_rank_correlation_is_spearmans():
 @pytest.mark.parametrize(
     "call, said",
     [
-        (lambda: gromov_delta(torch.zeros(3, 4)), r"distances has the shape \(3, 4\); allowed: \[n, n\]"),
+        (
+            lambda: gromov_delta(torch.zeros(3, 4)),
+            r"distances has the shape \(3, 4\); allowed: \[n, n\]",
+        ),
         (lambda: gromov_delta(torch.full((4, 4), torch.nan)), "distances holds inf or nan"),
-        (lambda: hyperbolicity(torch.zeros(3, 2)), "3 points, size=100, draws=10; allowed: at least 4"),
+        (
+            lambda: hyperbolicity(torch.zeros(3, 2)),
+            "3 points, size=100, draws=10; allowed: at least 4",
+        ),
         (lambda: rank_correlation(torch.zeros(5), torch.zeros(4)), r"\(5,\) and \(4,\) numbers"),
-        (lambda: rank_correlation(torch.zeros(5), torch.arange(5)), "all numbers of one side are equal"),
+        (
+            lambda: rank_correlation(torch.zeros(5), torch.arange(5)),
+            "all numbers of one side are equal",
+        ),
     ],
 )
 def test_errors(call, said):

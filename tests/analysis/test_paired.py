@@ -13,7 +13,9 @@ def test_students_distribution(free):
     for t in (0.0, 0.3, 1.0, 2.5, 12.0, 100.0):
         assert abs(t_share(t, free) - stats.t.cdf(t, free)) < 1e-12
     for share in (0.5, 0.8, 0.975):
-        assert t_quantile(share, free) == pytest.approx(stats.t.ppf(share, free), rel=1e-9, abs=1e-12)
+        assert t_quantile(share, free) == pytest.approx(
+            stats.t.ppf(share, free), rel=1e-9, abs=1e-12
+        )
 
 
 def test_paired_values():
@@ -29,7 +31,9 @@ def test_no_deviation():
     assert paired([1.0, 2.0], [1.0, 2.0]).p == 1 and paired([2.0, 3.0], [1.0, 2.0]).p == 0
 
 
-@pytest.mark.parametrize("mine, others", [([1.0], [2.0]), ([1.0, 2.0], [1.0]), ([1.0, float("nan")], [1.0, 2.0])])
+@pytest.mark.parametrize(
+    "mine, others", [([1.0], [2.0]), ([1.0, 2.0], [1.0]), ([1.0, float("nan")], [1.0, 2.0])]
+)
 def test_what_is_no_test(mine, others):
     with pytest.raises(ValueError, match="allowed: "):
         paired(mine, others)

@@ -91,7 +91,9 @@ def test_an_impossible_token_gives_inf():
     assert perplexity(Bigram(table), [0, 1], 2).value == math.inf
 
 
-@pytest.mark.parametrize("ids, window, said", [([1], 4, "holds 1 tokens"), ([], 4, "0 tokens"), (IDS, 1, "window=1")])
+@pytest.mark.parametrize(
+    "ids, window, said", [([1], 4, "holds 1 tokens"), ([], 4, "0 tokens"), (IDS, 1, "window=1")]
+)
 def test_refusals(model, ids, window, said):
     with pytest.raises(ValueError, match=said):
         perplexity(model, ids, window)
@@ -100,15 +102,24 @@ def test_refusals(model, ids, window, said):
 @pytest.mark.parametrize(
     "ids, said",
     [
-        (torch.ones(2, 32, dtype=torch.long), r"ids has shape \(2, 32\); allowed: integers \[N\] of one text"),
+        (
+            torch.ones(2, 32, dtype=torch.long),
+            r"ids has shape \(2, 32\); allowed: integers \[N\] of one text",
+        ),
         ([[1, 2], [3, 4]], r"ids has shape \(2, 2\)"),
         (torch.tensor(3), r"ids has shape \(\)"),
-        (torch.full((8,), 1.5), r"ids has dtype torch.float32; allowed: integers \[N\] of one text"),
+        (
+            torch.full((8,), 1.5),
+            r"ids has dtype torch.float32; allowed: integers \[N\] of one text",
+        ),
         ([True, False], "ids has dtype torch.bool"),
     ],
 )
 def test_ids_are_integers_of_one_text(model, ids, said):
-    for measure in (lambda ids: perplexity(model, ids, 4), lambda ids: next_token_logits(model, ids)):
+    for measure in (
+        lambda ids: perplexity(model, ids, 4),
+        lambda ids: next_token_logits(model, ids),
+    ):
         with pytest.raises(ValueError, match=said):
             measure(ids)
     with pytest.raises(ValueError, match=said):

@@ -54,7 +54,9 @@ class Costs(Choices):
 
     def __init__(self, length):
         self.length, self.rules = length, candidates(length)
-        lost = torch.tensor([1 - rule.share(length) for rule in self.rules], dtype=torch.float64) ** 2
+        lost = (
+            torch.tensor([1 - rule.share(length) for rule in self.rules], dtype=torch.float64) ** 2
+        )
         self.table = {name: torch.stack([4 * lost, lost]) for name in ("a", "b")}
 
     def losses(self, index):
@@ -81,7 +83,11 @@ def test_allocations_keep_their_budget():
         if cell.method == STOCK:
             continue
         made = choices.of(cell)
-        assert made is not None or cell.budget < 0.2 and cell.method not in ("HSA", "all rules", "sinks and window")
+        assert (
+            made is not None
+            or cell.budget < 0.2
+            and cell.method not in ("HSA", "all rules", "sinks and window")
+        )
         if made is None or cell.method in ABLATIONS:
             continue
         rules = [rule for heads in made.layers.values() for rule in heads]
@@ -102,12 +108,17 @@ def test_ablations_change_what_they_say():
 
 def result() -> dict:
     names = ("a", "b", "c", "d", "e")
-    tasks = {"copying": {"nats": [1.0, 2.0], "exact": [0, 0]}, "mixture": {"nats": [3.0], "exact": [0]}}
+    tasks = {
+        "copying": {"nats": [1.0, 2.0], "exact": [0, 0]},
+        "mixture": {"nats": [3.0], "exact": [0]},
+    }
     entry = lambda more, **pairs: (
         pairs
         | {
             "texts": {name: [2.0 + more, 3.0 + more] for name in names},
-            "retrieval": {t: {**s, "nats": [x + 2 * more for x in s["nats"]]} for t, s in tasks.items()},
+            "retrieval": {
+                t: {**s, "nats": [x + 2 * more for x in s["nats"]]} for t, s in tasks.items()
+            },
             "seconds": [1.0 + more] * 5,
             "bytes": 100,
         }
@@ -139,14 +150,18 @@ def test_a_row_says_what_was_measured(capsys):
 def test_the_short_table_is_of_the_long_ones_rows():
     found = result()
     assert not any("%" in line for line in short_table(found).splitlines()[2:])
-    found["cells"]["2048/Quest, shared by 16/by head/0.2"] = found["cells"].pop("2048/Quest/by head/0.2")
+    found["cells"]["2048/Quest, shared by 16/by head/0.2"] = found["cells"].pop(
+        "2048/Quest/by head/0.2"
+    )
     (line,) = (line for line in short_table(found).splitlines()[2:] if "%" in line)
     assert line == "| Quest, shared by 16 | by head |  |  |  | 1.01% ± 0.00% |"
 
 
 def test_mixtures_are_told_apart_by_task():
     tokenizer, length = tiny.tokenizer(), 16_384
-    hay = torch.tensor(tokenizer("a fox that jumps over one lazy dog is quick. " * 900).input_ids[:length])
+    hay = torch.tensor(
+        tokenizer("a fox that jumps over one lazy dog is quick. " * 900).input_ids[:length]
+    )
     made = frontier.mixed_examples(tokenizer, [hay, hay.flip(0)], length)
     assert len(made) == 8 and len({tuple(parts["needle"].ids.tolist()) for parts in made}) == 8
     for parts in made:
@@ -174,7 +189,9 @@ def test_the_table_of_mixtures_has_the_rows_that_were_measured():
 
 def test_times_are_compared_on_one_cpu():
     stock = {"seconds": [1.0, 3.0], "seconds_on": {"here": [4.0]}}
-    assert cells.time_of({"seconds": [1.0]}, stock) == 0.5  # as it was measured before CPUs were told apart
+    assert (
+        cells.time_of({"seconds": [1.0]}, stock) == 0.5
+    )  # as it was measured before CPUs were told apart
     assert cells.time_of({"seconds": [1.0], "cpu": "here"}, stock) == 0.25
     assert cells.time_of({"seconds": [1.0], "cpu": "there"}, stock) is None
     assert Cell(2048, STOCK).is_whole(result()["cells"]["2048/stock//1"])
@@ -187,7 +204,9 @@ def test_a_cell_is_kept_beside_those_that_others_kept(tmp_path, monkeypatch):
     two = [Cell(2048, "Quest", "by head", budget) for budget in (0.2, 0.4)]
     for cell in (*two, two[0]):
         cells.keep(cell, {"texts": {}, "pairs": cell.budget})
-    assert {key: e["pairs"] for key, e in read_results()["cells"].items()} == {c.key: c.budget for c in two}
+    assert {key: e["pairs"] for key, e in read_results()["cells"].items()} == {
+        c.key: c.budget for c in two
+    }
 
 
 def test_a_cell_that_another_process_has_done_is_not_done_again(tmp_path, monkeypatch):
@@ -202,16 +221,25 @@ def test_an_allocation_by_time_follows_the_times_it_is_given():
     choices, cell = Costs(2048), Cell(2048, "rules with a kernel", "by time", 0.3)
     rules = [choices.rules[i] for i in choices.rules_of(cell)]
     slow = [rule.rule.name == "pages" for rule in rules]
-    made = choices.of(cell, [2.0 if pages else rule.share(2048) for pages, rule in zip(slow, rules, strict=True)])
+    made = choices.of(
+        cell, [2.0 if pages else rule.share(2048) for pages, rule in zip(slow, rules, strict=True)]
+    )
     chosen = {rule for heads in made.layers.values() for rule in heads if not rule.is_exact}
     assert chosen and all(rule.rule.name == "window" for rule in chosen)
 
 
 def test_an_allocation_by_bytes_keeps_what_the_dearest_of_three_heads_keeps():
     choices = Costs(2048)
-    choices.table = {name: torch.cat([costs, costs[:1] * 0]).repeat(3, 1) for name, costs in choices.table.items()}
+    choices.table = {
+        name: torch.cat([costs, costs[:1] * 0]).repeat(3, 1)
+        for name, costs in choices.table.items()
+    }
     made = choices.of(Cell(2048, "rules with a kernel", "by bytes", 0.3))
-    kept = [max(r.kept(2048) for r in h[i : i + 3]) for h in made.layers.values() for i in range(0, 9, 3)]
+    kept = [
+        max(r.kept(2048) for r in h[i : i + 3])
+        for h in made.layers.values()
+        for i in range(0, 9, 3)
+    ]
     assert 0.2 < sum(kept) / len(kept) <= 0.3
 
 
@@ -227,7 +255,9 @@ class Together(Choices):
         return {name: torch.tensor([[2.0, 1.0]] * 4).double()[:, index] for name in self.names}
 
     def read_together(self, cell, number):
-        ids = lambda i: torch.randint(64, (64,), generator=torch.Generator().manual_seed(10 * number + i))
+        ids = lambda i: torch.randint(
+            64, (64,), generator=torch.Generator().manual_seed(10 * number + i)
+        )
         return [(ids(0), None, 50.0), (ids(1), ((20, 40),), 20.0), (ids(2), ((50, 64),), 20.0)]
 
 
@@ -247,7 +277,10 @@ def test_what_heads_lose_together_is_found_text_by_text_and_gone_on_with():
     assert not choices.lose_together(cell, cut, stop, 0.0)  # no time is left
     assert choices.lose_together(cell, cut, lambda: None, math.inf) and cut == whole
     first, second = (choices.of(cell, rounds=whole[:n]) for n in (0, 1))
-    assert [found["of"] for found in whole] == [digest_of(first), digest_of(second)] and first != second
+    assert [found["of"] for found in whole] == [
+        digest_of(first),
+        digest_of(second),
+    ] and first != second
     for found, allocation, number in zip(whole, (first, second), (0, 1)):
         sums = {}
         for ids, spans, weight in choices.read_together(cell, number):
@@ -261,7 +294,10 @@ def test_what_heads_lose_together_is_found_text_by_text_and_gone_on_with():
         assert all(found["parts"][name] == pytest.approx(sums[name].tolist()) for name in sums)
     whole[0]["of"] = "of another choice"
     before = [found["parts"] for found in whole]
-    assert choices.lose_together(cell, whole, lambda: None, math.inf) and [f["parts"] for f in whole] == before
+    assert (
+        choices.lose_together(cell, whole, lambda: None, math.inf)
+        and [f["parts"] for f in whole] == before
+    )
 
 
 def test_where_no_rule_is_cheap_enough_nothing_is_found_together():
@@ -296,13 +332,20 @@ def test_a_healed_cell_runs_with_its_adapter_and_goes_on_with_no_other(tmp_path,
     monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path))
     monkeypatch.setattr(cells, "RESULTS", tmp_path / "frontier.json")
     work, cell, asked = object.__new__(frontier.Work), Cell(8192, HEALED, "by head", 0.1), []
-    work.windows, work.examples, work.model = {"essay": [], "code": []}, dict.fromkeys(cell.tasks, []), llama()
+    work.windows, work.examples, work.model = (
+        {"essay": [], "code": []},
+        dict.fromkeys(cell.tasks, []),
+        llama(),
+    )
     work.mixed = []
     layers = {f"model.layers.{i}.self_attn": (SparseHeadRule(Window(8, 2)),) * 4 for i in range(2)}
     allocation = Allocation(layers, 64)
     work.choices = SimpleNamespace(of=lambda *_: allocation)
     has_lora = lambda: any("lora_" in name for name, _ in work.model.named_parameters())
-    work.measure = lambda entry, kind, name: (asked.append(has_lora()), entry[kind].update({name: [1.0]}))
+    work.measure = lambda entry, kind, name: (
+        asked.append(has_lora()),
+        entry[kind].update({name: [1.0]}),
+    )
     for seed in (0, 1):
         patched = ha.patch_model(llama(), allocation.config())
         torch.manual_seed(seed)
@@ -321,7 +364,11 @@ def test_a_healed_cell_runs_with_its_adapter_and_goes_on_with_no_other(tmp_path,
 def test_a_cell_is_what_its_texts_and_answers_lose_under_its_rules(kind, tmp_path, monkeypatch):
     """Run as the command runs it, of a tiny model, beside the model's own loss and logits under the chosen rules."""
     monkeypatch.setattr(cells, "RESULTS", tmp_path / "frontier.json")
-    work, cell, model = object.__new__(frontier.Work), Cell(64, "rules with a kernel", kind, 0.4), llama()
+    work, cell, model = (
+        object.__new__(frontier.Work),
+        Cell(64, "rules with a kernel", kind, 0.4),
+        llama(),
+    )
     texts = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(7))
     work.windows, work.mixed = {"essay": [texts[0], texts[1]], "code": [texts[2]]}, []
     work.examples = dict.fromkeys(cell.tasks, []) | {
@@ -330,14 +377,19 @@ def test_a_cell_is_what_its_texts_and_answers_lose_under_its_rules(kind, tmp_pat
     work.model, work.choices, work.head = model, Together(model), model.lm_head
     assert work.run(cell, until=math.inf)
     entry = read_results()["cells"][cell.key]
-    assert not any("hyper" in name for name, _ in model.named_modules()) and len(entry["seconds"]) == 2
+    assert (
+        not any("hyper" in name for name, _ in model.named_modules()) and len(entry["seconds"]) == 2
+    )
     rounds = entry.get("rounds", ())
     assert [found["done"] for found in rounds] == ([3, 3] if kind == "together" else [])
 
     made = work.choices.of(cell, rounds=rounds)
     assert entry["pairs"] == made.pairs <= 0.4 and sum(entry["rules"].values()) == 8
     patched = ha.patch_model(llama(), made.config())
-    lost = {name: [patched(ids[None], labels=ids[None]).loss.item() for ids in w] for name, w in work.windows.items()}
+    lost = {
+        name: [patched(ids[None], labels=ids[None]).loss.item() for ids in w]
+        for name, w in work.windows.items()
+    }
     assert entry["texts"] == {name: pytest.approx(nats) for name, nats in lost.items()}
     stock = [llama()(ids[None], labels=ids[None]).loss.item() for ids in work.windows["essay"]]
     assert lost["essay"] != pytest.approx(stock)

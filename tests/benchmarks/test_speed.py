@@ -19,7 +19,12 @@ from speed.store import Store
 
 from tests.oracles.marks import first_always
 
-WAYS = [(name, way) for name, operation in OPERATIONS.items() for way in operation.ways() if way != "flex"]
+WAYS = [
+    (name, way)
+    for name, operation in OPERATIONS.items()
+    for way in operation.ways()
+    if way != "flex"
+]
 TINY = Case("training", 24, 1, 2, 8)
 
 
@@ -80,7 +85,9 @@ def test_what_goes_wrong_is_a_row(monkeypatch, error, status):
 def test_what_would_take_too_much_is_not_run(monkeypatch):
     monkeypatch.setattr(measure, "PROBED", 2**10)
     job = Job("umbral", "naive cdist", Case("forward", 4096, 1, 2, 8))
-    assert "not run: would take up to" in measure.measure(job, memory_gib=1e-6, longest=1e9)["status"]
+    assert (
+        "not run: would take up to" in measure.measure(job, memory_gib=1e-6, longest=1e9)["status"]
+    )
     assert re.fullmatch(r"not run: would take \d+ s", measure.measure(job, longest=1e-9)["status"])
 
 
@@ -94,7 +101,9 @@ def test_what_a_quarter_refuses_is_told_for_the_whole(monkeypatch):
 def test_a_worker_that_is_ended_is_a_row_and_work_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "one", _ends_at_decode)
     monkeypatch.setattr(run, "ProcessPoolExecutor", _forked)
-    todo = [Job("dot", "eager", dataclasses.replace(TINY, kind=kind)) for kind in ("decode", "training")]
+    todo = [
+        Job("dot", "eager", dataclasses.replace(TINY, kind=kind)) for kind in ("decode", "training")
+    ]
     store = Store(tmp_path / "r.json")
     assert run.work(todo, store, run.parser().parse_args(["--seconds", "0"]))
     found = [store.rows[job.key]["status"] for job in todo]
@@ -152,20 +161,35 @@ def test_limits_hold_for_the_way_that_should_win_at_the_sizes_of_the_table():
     assert umbral.limit(best, dataclasses.replace(case, dtype="bfloat16")) == 1.20
     for other in ({"length": 256}, {"dim": 128}, {"length": 16384}, {"dtype": "float16"}):
         assert umbral.limit(best, dataclasses.replace(case, **other)) is None
-    assert umbral.limit(best, Case("decode", 8192)) == 1.0 and umbral.limit(best, Case("decode", 512)) is None
+    assert (
+        umbral.limit(best, Case("decode", 8192)) == 1.0
+        and umbral.limit(best, Case("decode", 512)) is None
+    )
 
 
 def rows(**medians):
     """Rows with quartiles 2 % around their medians; a text is a status."""
     return {
-        key: {"status": "ok", "median": m, "q1": 0.98 * m, "q3": 1.02 * m} if isinstance(m, float) else {"status": m}
+        key: {"status": "ok", "median": m, "q1": 0.98 * m, "q3": 1.02 * m}
+        if isinstance(m, float)
+        else {"status": m}
         for key, m in medians.items()
     }
 
 
 def test_a_slowdown_is_told_and_noise_is_not():
-    base = rows(same=1.0, noise=1.0, slower=1.0, faster=1.0, gone=1.0, broken=1.0, was_broken="mismatch")
-    new = rows(same=1.0, noise=1.03, slower=1.2, faster=0.5, broken="out of memory", was_broken=2.0, fresh=9.0)
+    base = rows(
+        same=1.0, noise=1.0, slower=1.0, faster=1.0, gone=1.0, broken=1.0, was_broken="mismatch"
+    )
+    new = rows(
+        same=1.0,
+        noise=1.03,
+        slower=1.2,
+        faster=0.5,
+        broken="out of memory",
+        was_broken=2.0,
+        fresh=9.0,
+    )
     found = compare.slowdowns(base, new)
     assert [line.split(":")[0] for line in found] == ["slower", "broken"]
     wide = {"slower": base["slower"] | {"q3": 1.3}}
@@ -208,10 +232,17 @@ def test_tables_hold_what_was_measured_and_mark_what_is_missed():
         found[job.key] = {"status": "ok", "median": 1.0 + index / 1e3, "q1": 1.0, "q3": 1.1, "way_mib": 7.0,
                           "error": 1e-6, "way": job.way, "limit": OPERATIONS[job.subject].limit(job.way, job.case),
                           "commit": "abc", "date": "2026-01-01"}  # fmt: skip
-    missed = next(key for key in found if key.startswith("umbral") and "1x8x2048x64 full fp32 1t" in key)
+    missed = next(
+        key for key in found if key.startswith("umbral") and "1x8x2048x64 full fp32 1t" in key
+    )
     found[missed].update(median=1.06)
     broken = next(key for key in found if key.startswith("dot"))
-    found[broken] = {"status": "out of memory", "way": "sdpa", "commit": "abc", "date": "2026-01-01"}
+    found[broken] = {
+        "status": "out of memory",
+        "way": "sdpa",
+        "commit": "abc",
+        "date": "2026-01-01",
+    }
     where = {"chip": "some chip", "torch": "2", "transformers": "5", "python": "3"}
     text = page.section({"environment": where, "rows": found})
     assert "1.06! (1.00-1.10)" in text and "## some chip" in text and "out of memory" in text
@@ -245,16 +276,27 @@ def test_bars_are_kept_row_by_row_and_drawn_beside_their_chip(monkeypatch, tmp_p
     }
     peak |= {"key": "peak umbral", "share": 0.72, "ratio": 0.987}
     file = tmp_path / "bars-x.json"
-    for row in (peak, {"key": "decode hype", "what": "decode hype 1t", "ratio": 1.089}, peak | {"ratio": 0.985}):
+    for row in (
+        peak,
+        {"key": "decode hype", "what": "decode hype 1t", "ratio": 1.089},
+        peak | {"ratio": 0.985},
+    ):
         Store(file, gpu=False).add(row)
     monkeypatch.setattr(page, "FOLDER", tmp_path)
     text = "".join(page.bars(common.cpu()))
     assert "| float32, full d 64, forward, cone, umbral | 84 | 117 | 72% | 0.98 |" in text
-    assert "| decode hype 1t | 1.09 |" in text and text.count("###") == 2 and not page.bars("another")
+    assert (
+        "| decode hype 1t | 1.09 |" in text and text.count("###") == 2 and not page.bars("another")
+    )
 
 
 def test_a_share_of_the_peak_that_became_smaller_is_told():
-    base = {"a": {"share": 0.8}, "b": {"share": 0.8}, "gone": {"share": 0.8}, "no share": {"ratio": 1.0}}
+    base = {
+        "a": {"share": 0.8},
+        "b": {"share": 0.8},
+        "gone": {"share": 0.8},
+        "no share": {"ratio": 1.0},
+    }
     now = {"a": {"share": 0.77}, "b": {"share": 0.75}, "no share": {"ratio": 2.0}}
     assert compare.lost_shares(base, now) == ["b: 80.0% -> 75.0% of the peak"]
 
@@ -278,12 +320,16 @@ def test_rows_of_a_gpu_come_first_by_what_is_held_to_something_and_are_drawn():
         "umbral, flex",
     ):
         assert line in text
-    assert "GPU" not in page.section({"environment": where | {"chip": "c"}, "rows": {"x": {**rows[found[0].key]}}})
+    assert "GPU" not in page.section(
+        {"environment": where | {"chip": "c"}, "rows": {"x": {**rows[found[0].key]}}}
+    )
 
 
 def test_on_a_gpu_sdpa_is_flash_attention(monkeypatch):
     asked = []
-    monkeypatch.setattr(measure, "sdpa_kernel", lambda backend: asked.append(backend) or contextlib.nullcontext())
+    monkeypatch.setattr(
+        measure, "sdpa_kernel", lambda backend: asked.append(backend) or contextlib.nullcontext()
+    )
     q = torch.zeros(1, 1, 4, 8)
     for case in (Case("forward", 4, dtype="bfloat16", device="cuda"), Case("forward", 4)):
         measure.base(case)(q, q, q)
@@ -291,23 +337,67 @@ def test_on_a_gpu_sdpa_is_flash_attention(monkeypatch):
 
 
 WRONG = (
-    (run, ["--kinds", "forward"], "--kinds is for a sweep of one's own; add --operations or --lengths"),
+    (
+        run,
+        ["--kinds", "forward"],
+        "--kinds is for a sweep of one's own; add --operations or --lengths",
+    ),
     (run, ["--heads", "2", "--full"], "--heads is for a sweep of one's own"),
-    (run, ["--lengths", "32", "--ways", "eager", "typo"], "--ways typo: nothing here runs so; allowed: "),
-    (bars, ["peak", "--threads", "2"], "--threads says nothing of peak; leave it out; allowed: with decode or model"),
-    (bars, ["decode", "--kinds", "prefill"], "--kinds says nothing of decode; leave it out; allowed: with model"),
-    (bars, ["model", "--base", "x.json"], "--base says nothing of model; leave it out; allowed: with peak"),
-    (bars, ["model", "--kinds", "training", "--context", "64"], "--context says nothing of training"),
+    (
+        run,
+        ["--lengths", "32", "--ways", "eager", "typo"],
+        "--ways typo: nothing here runs so; allowed: ",
+    ),
+    (
+        bars,
+        ["peak", "--threads", "2"],
+        "--threads says nothing of peak; leave it out; allowed: with decode or model",
+    ),
+    (
+        bars,
+        ["decode", "--kinds", "prefill"],
+        "--kinds says nothing of decode; leave it out; allowed: with model",
+    ),
+    (
+        bars,
+        ["model", "--base", "x.json"],
+        "--base says nothing of model; leave it out; allowed: with peak",
+    ),
+    (
+        bars,
+        ["model", "--kinds", "training", "--context", "64"],
+        "--context says nothing of training",
+    ),
     (frontier, ["--draw", "--only", "Quest"], "--draw draws all that is measured; give it alone"),
     (frontier, ["--plan", "--mixed"], "--plan counts no mixtures; leave --mixed out"),
     (frontier, ["--only", "Quset"], "--only Quset: no such cell; allowed: stock, all rules, "),
     (frontier, ["--only", "Quest", "HAS"], "--only HAS: no such cell"),
     (frontier, ["--budgets", "0.15"], "--budgets 0.15: no such cell; allowed: 0.05, 0.1, 0.2"),
-    (frontier, ["--length", "8192", "--budgets", "0.4"], "--budgets 0.4: no such cell; allowed: 0.1, 0.2"),
-    (frontier, ["--kind", "together", "--only", "HSA"], "no cell is of all that --only, --budgets and --kind name"),
-    (hsa_frontier, ["--only", "chosen 0.5"], "--only chosen 0.5: no such point; allowed: own, chosen 0.4, "),
-    (hsa_frontier, ["--only", "one 0", "--config", "x.json"], "--only one 0: no such point; allowed: chosen 0.6, "),
-    (hsa_frontier, ["--config", "x.json"], "--config says nothing without --only; allowed: chosen 0.6, "),
+    (
+        frontier,
+        ["--length", "8192", "--budgets", "0.4"],
+        "--budgets 0.4: no such cell; allowed: 0.1, 0.2",
+    ),
+    (
+        frontier,
+        ["--kind", "together", "--only", "HSA"],
+        "no cell is of all that --only, --budgets and --kind name",
+    ),
+    (
+        hsa_frontier,
+        ["--only", "chosen 0.5"],
+        "--only chosen 0.5: no such point; allowed: own, chosen 0.4, ",
+    ),
+    (
+        hsa_frontier,
+        ["--only", "one 0", "--config", "x.json"],
+        "--only one 0: no such point; allowed: chosen 0.6, ",
+    ),
+    (
+        hsa_frontier,
+        ["--config", "x.json"],
+        "--config says nothing without --only; allowed: chosen 0.6, ",
+    ),
 )
 
 
@@ -328,12 +418,20 @@ def test_threads_of_a_gpu_are_refused(monkeypatch, capsys):
 
 def test_options_that_are_not_given_are_as_before():
     args = run.read_options(["--lengths", "32", "--dims", "8"])
-    assert (args.dims, args.kinds, args.threads, args.causal) == ([8], ["forward", "training"], [1], "no")
+    assert (args.dims, args.kinds, args.threads, args.causal) == (
+        [8],
+        ["forward", "training"],
+        [1],
+        "no",
+    )
     args = bars.read_options(["model", "--layers", "2"])
     assert (args.layers, args.context, args.kinds, args.dtypes) == (2, 2048, ["decode"], None)
 
 
 def test_a_regular_expression_that_finds_nothing_is_refused():
-    for command, words in ((run, ["--list", "--only", "typo"]), (bars, ["decode", "--keys", "64", "--only", "typo"])):
+    for command, words in (
+        (run, ["--list", "--only", "typo"]),
+        (bars, ["decode", "--keys", "64", "--only", "typo"]),
+    ):
         with pytest.raises(SystemExit, match="--only typo is found in no"):
             command.main(words)

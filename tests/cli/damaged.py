@@ -13,7 +13,9 @@ RECORD = ha.HyperAttnConfig([ha.ConeConfig()], hosts=["model.layers.0.self_attn"
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:
     """Other content for a file."""
-    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda folder: (folder / name).write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
 
 
 def cut(name: str, share: float) -> Callable[[Path], None]:
@@ -28,7 +30,9 @@ def cut(name: str, share: float) -> Callable[[Path], None]:
 
 def values(name: str, **changes) -> Callable[[Path], None]:
     """Other values in a JSON file."""
-    return lambda folder: (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    return lambda folder: (folder / name).write_text(
+        json.dumps(json.loads((folder / name).read_text()) | changes)
+    )
 
 
 def gone(name: str) -> Callable[[Path], None]:
@@ -49,7 +53,10 @@ def unreadable(name: str) -> Callable[[Path], None]:
 
 
 def a_circle(name: str) -> Callable[[Path], None]:
-    return lambda folder: [(folder / name).unlink(missing_ok=True), (folder / name).symlink_to(name)]
+    return lambda folder: [
+        (folder / name).unlink(missing_ok=True),
+        (folder / name).symlink_to(name),
+    ]
 
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -68,9 +75,13 @@ OF_CONFIG = {
     "config a number": text(CONFIG, "3"),
     "config null": text(CONFIG, "null"),
     "config nested": text(CONFIG, NESTED),
-    "config nested in an object": text(CONFIG, '{"model_type": "llama", "x": ' + '{"x":' * 150 + "1" + "}" * 151),
+    "config nested in an object": text(
+        CONFIG, '{"model_type": "llama", "x": ' + '{"x":' * 150 + "1" + "}" * 151
+    ),
     "config a page": text(CONFIG, "<!DOCTYPE html><html>404</html>"),
-    "config a pointer of git-lfs": text(CONFIG, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+    "config a pointer of git-lfs": text(
+        CONFIG, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    ),
     "config a folder": a_folder(CONFIG),
     "config a circle of links": a_circle(CONFIG),
     "config unreadable": unreadable(CONFIG),
@@ -99,7 +110,9 @@ OF_CONFIG = {
     "activation unknown": values(CONFIG, hidden_act="swoosh"),
     "activation a number": values(CONFIG, hidden_act=7),
     "rope a string": values(CONFIG, rope_parameters="yarn"),
-    "rope of an unknown kind": values(CONFIG, rope_parameters={"rope_type": "knot", "rope_theta": 1e4}),
+    "rope of an unknown kind": values(
+        CONFIG, rope_parameters={"rope_type": "knot", "rope_theta": 1e4}
+    ),
     "dtype unknown": values(CONFIG, dtype="float23"),
     "foreign code": values(CONFIG, model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
     "code map a list": values(CONFIG, auto_map=["mine.Config"]),

@@ -14,7 +14,17 @@ from . import tiny
 RIGHT = {
     "autoload": ["status"],
     "bench": ["model", "--mechanism", "cone", "--length", "32"],
-    "compare": ["model", "--text", "text.txt", "--mechanisms", "cone,none", "--length", "16", "--steps", "2"],
+    "compare": [
+        "model",
+        "--text",
+        "text.txt",
+        "--mechanisms",
+        "cone,none",
+        "--length",
+        "16",
+        "--steps",
+        "2",
+    ],
     "completion": ["bash"],
     "convert": ["encoder", "out", "--to", "hat", "--set", "segment_length=16"],
     "eval": ["model", "--text", "text.txt"],
@@ -25,7 +35,17 @@ RIGHT = {
     "describe": ["model"],
     "export": ["model", "out", "--remote-code"],
     "heal": ["injected", "--text", "text.txt", "--length", "64", "--output", "out"],
-    "inject": ["model", "--mechanism", "hsa", "--text", "text.txt", "--length", "64", "--output", "out"],
+    "inject": [
+        "model",
+        "--mechanism",
+        "hsa",
+        "--text",
+        "text.txt",
+        "--length",
+        "64",
+        "--output",
+        "out",
+    ],
     "look": ["model", "--text", "text.txt", "--out", "out"],
     "push": ["patched", "who/what", "--dry-run"],
 }
@@ -65,7 +85,17 @@ PLACES = [
         ),
     ),
     (
-        ("./missing", "/missing", "text.txt", "empty", "a/b/c", "a\0b", "who/what", "~/missing", "../missing"),
+        (
+            "./missing",
+            "/missing",
+            "text.txt",
+            "empty",
+            "a/b/c",
+            "a\0b",
+            "who/what",
+            "~/missing",
+            "../missing",
+        ),
         (
             ["demo", "--model", "HERE", "--text", "text.txt"],
             ["describe", "HERE"],
@@ -81,7 +111,11 @@ PLACES = [
     ),
     (
         ("text.txt", "full", "missing/out", "text.txt/out"),
-        ([*INJECT[:-1], "HERE"], ["inject", *COLLABORATIVE, "--output", "HERE"], [*HEAL[:-1], "HERE"]),
+        (
+            [*INJECT[:-1], "HERE"],
+            ["inject", *COLLABORATIVE, "--output", "HERE"],
+            [*HEAL[:-1], "HERE"],
+        ),
     ),
     (("text.txt", "full", "text.txt/out", "a\0b"), (["export", "model", "HERE", "--remote-code"],)),
     (("text.txt", "missing/out", "text.txt/out"), ([*LOOK, "--out", "HERE"],)),
@@ -186,7 +220,10 @@ MENDS = [
     ([*EVAL, "--length", "1"], "allowed: 2 or more"),
     ([*EVAL, "--length", "97"], "allowed: up to 96"),
     ([*EVAL, "--tokens", "31"], "allowed: 32 or more"),
-    (["eval", "patched-model", "--text", "text.txt", "--mechanism", "cone"], "leave out --mechanism"),
+    (
+        ["eval", "patched-model", "--text", "text.txt", "--mechanism", "cone"],
+        "leave out --mechanism",
+    ),
     (["eval", "encoder", "--text", "text.txt"], "allowed: a model that AutoModelForCausalLM loads"),
     (["bench", "model"], "add what to measure beside it: --mechanism cone"),
     (["bench", "model", "--mechanism", "cone", "--length", "90"], "allowed: 96 tokens together"),
@@ -216,7 +253,10 @@ MENDS = [
         replaced(COMPARE, ["--text", "text.txt", "short.txt", "--held-out", "1"]),
         "--held-out 1 with 2 texts; allowed: 2",
     ),
-    (replaced(COMPARE, ["--text", "text.txt", "./text.txt"]), "a second text called text.txt; allowed: texts of diff"),
+    (
+        replaced(COMPARE, ["--text", "text.txt", "./text.txt"]),
+        "a second text called text.txt; allowed: texts of diff",
+    ),
     (replaced(COMPARE, ["--length", "97"]), "allowed: up to 96"),
     ([*COMPARE, "--out", "text.txt"], "allowed: a folder"),
     ([*COMPARE, "--out", "missing/out"], "allowed: a place in an existing folder"),
@@ -228,26 +268,41 @@ MENDS = [
     (["convert", "encoder", "out", "--to", "cone"], "allowed: collaborative, hat"),
     (["convert", "encoder", "out", "--to", "hat", "--set", "layout"], "allowed: NAME=VALUE"),
     (["convert", "encoder", "out", "--to", "hat", "--set", "layuot=I1"], "did you mean 'layout'"),
-    (["convert", "encoder", "out", "--to", "hat", "--set", "segment_length=1"], "HatConfig.segment_length"),
+    (
+        ["convert", "encoder", "out", "--to", "hat", "--set", "segment_length=1"],
+        "HatConfig.segment_length",
+    ),
     (["convert", "encoder", "out", "--to", "hat", "--set", "layout=I9"], "I1, I2, I3"),
     (["convert", "encoder", "out", "--to", "collaborative"], "add --set rank=R"),
     (["convert", "model", "out", "--to", "hat"], "allowed: bert"),
     (["convert", "patched-model", "out", "--to", "hat"], "allowed: a model with its own attention"),
     (["convert", "encoder", "full", "--to", "hat"], "full"),
-    (["convert", "encoder", "missing/out", "--to", "hat"], "allowed: a place in an existing folder"),
+    (
+        ["convert", "encoder", "missing/out", "--to", "hat"],
+        "allowed: a place in an existing folder",
+    ),
     (["hyperbolicity", "text.txt"], "allowed: .npy, .csv, .safetensors"),
     (["hyperbolicity", "words.csv"], "allowed: numbers, one point a row"),
     (["hyperbolicity", "nan.csv"], "allowed: finite numbers"),
     (["hyperbolicity", "few.csv"], "allowed: 8 points or more"),
     (["hyperbolicity", "missing.npy"], "allowed: numbers, one point a row"),
     (["hyperbolicity", "few.csv", "--text", "text.txt"], "leave it out"),
-    (["hyperbolicity", "model", "--tokens", "64"], "--tokens says nothing without --text; leave it out"),
-    (["hyperbolicity", "model", "--text", "text.txt", "--tokens", "97"], "--tokens 97 exceeds what the model reads"),
+    (
+        ["hyperbolicity", "model", "--tokens", "64"],
+        "--tokens says nothing without --text; leave it out",
+    ),
+    (
+        ["hyperbolicity", "model", "--text", "text.txt", "--tokens", "97"],
+        "--tokens 97 exceeds what the model reads",
+    ),
     (["hyperbolicity", "model", "--size", "3"], "allowed: 4 or more"),
     (["hyperbolicity", "model", "--seed", "-1"], "allowed: 0 or more"),
     (["hyperbolicity", "model", "--sedd", "3"], "did you mean '--seed'"),
     ([*EVAL, "--text=more.txt"], "--text is given twice; allowed: once (see"),
-    ([*COMPARE, "--tex", "more.txt"], "--text is given twice; allowed: once, with all files behind it"),
+    (
+        [*COMPARE, "--tex", "more.txt"],
+        "--text is given twice; allowed: once, with all files behind it",
+    ),
     ([*COMPARE, "--mechanisms", "hype"], "--mechanisms is given twice; allowed: once (see"),
     (["describe", "model", "--json", "--heads", "--json"], "--json is given twice; allowed: once"),
     ([*CONVERT, "layout=I1", "--set", "layout=I1"], "--set layout is given twice; leave one out"),
@@ -256,7 +311,10 @@ MENDS = [
     (["autoload", "of"], "did you mean 'off'"),
     (["demo", "--force"], "--force says nothing without --output; leave it out"),
     (["demo", *RIGHT["demo"], "--generate", "95", "--prompt", "ab"], "allowed: 96 tokens together"),
-    ([*HSA, "--text", "text.txt", "--force"], "--force says nothing without --output; leave it out"),
+    (
+        [*HSA, "--text", "text.txt", "--force"],
+        "--force says nothing without --output; leave it out",
+    ),
     (["demo", "--generate", "many"], "allowed: digits, such as --generate 1024"),
     (["demo", "--generate"], "allowed: --generate VALUE"),
 ]
@@ -288,7 +346,9 @@ def wrong_lines():
         for action in parser._actions:
             yield from wrong_values(right, action)
     for words, lines in PLACES:
-        yield from ([word if part == "HERE" else part for part in line] for word in words for line in lines)
+        yield from (
+            [word if part == "HERE" else part for part in line] for word in words for line in lines
+        )
     for right, wrongs in BESIDES:
         yield from (replaced(right, more) for more in wrongs)
 
@@ -304,7 +364,9 @@ def place(tmp_path_factory):
     ha.HyperAttnConfig([ha.ConeConfig()]).save_pretrained(folder / "patched")
     (folder / "text.txt").write_text("some text that is long enough to be measured on. " * 100)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    ha.patch_model(model, ha.HsaConfig((4, 16)), mode="replace").save_pretrained(folder / "injected")
+    ha.patch_model(model, ha.HsaConfig((4, 16)), mode="replace").save_pretrained(
+        folder / "injected"
+    )
     tiny.tokenizer().save_pretrained(folder / "injected")
     (folder / "short.txt").write_text("too short")
     (folder / "brief.txt").write_text("long enough to be read, and not to learn from. " * 2)
@@ -320,7 +382,9 @@ def place(tmp_path_factory):
     model.save_pretrained(folder / "patched-model")
     tiny.tokenizer().save_pretrained(folder / "patched-model")
     (folder / "other").mkdir()
-    (folder / "other" / "hyperattn_compare.json").write_text('{"request": {"model": "another"}, "runs": {}}')
+    (folder / "other" / "hyperattn_compare.json").write_text(
+        '{"request": {"model": "another"}, "runs": {}}'
+    )
     (folder / "words.csv").write_text("one,two\n")
     (folder / "nan.csv").write_text("1,nan\n" * 9)
     (folder / "few.csv").write_text("1,2\n3,4\n")
@@ -354,5 +418,8 @@ def error_of(line, place, monkeypatch, capsys) -> str:
     assert code == 2, (out, err)
     assert len(lines) == 1 and lines[0].startswith("hyperattn") and ": error: " in lines[0], err
     assert "Traceback" not in err and "--traceback shows where" not in err and len(lines[0]) < 1100
-    assert out in ("", "model: collaborative, rank 33, seed 0\n") and sorted(place.rglob("*")) == before
+    assert (
+        out in ("", "model: collaborative, rank 33, seed 0\n")
+        and sorted(place.rglob("*")) == before
+    )
     return lines[0]

@@ -23,7 +23,9 @@ def patched(tmp_path_factory, stock):
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("patched")
-    ha.patch_model(AutoModelForCausalLM.from_pretrained(stock), ha.ConeConfig()).save_pretrained(folder)
+    ha.patch_model(AutoModelForCausalLM.from_pretrained(stock), ha.ConeConfig()).save_pretrained(
+        folder
+    )
     tiny.tokenizer().save_pretrained(folder)
     return folder
 
@@ -80,10 +82,24 @@ def test_inject_and_demo(case, stock, tmp_path, capfd, in_time):
     text = tmp_path / "text.txt"
     text.write_text("some text that is long enough to be measured on. " * 400)
     target = tmp_path / "out"
-    refused(capfd, "inject", source, "--mechanism", "hsa", "--text", text, "--length", 64, "--output", target)
+    refused(
+        capfd,
+        "inject",
+        source,
+        "--mechanism",
+        "hsa",
+        "--text",
+        text,
+        "--length",
+        64,
+        "--output",
+        target,
+    )
     refused(capfd, "demo", "--model", source, "--text", text, "--length", 64)
     if case in damaged.OF_CONFIG:
-        refused(capfd, "inject", source, "--mechanism", "collaborative", "--rank", 4, "--output", target)
+        refused(
+            capfd, "inject", source, "--mechanism", "collaborative", "--rank", 4, "--output", target
+        )
     assert not target.exists()
 
 

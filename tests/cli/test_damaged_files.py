@@ -40,7 +40,12 @@ def refused(capfd, *arguments) -> str:
     err = capfd.readouterr().err
     assert code == 2, err
     assert err.count("\n") == 1 and err.startswith(f"hyperattn {arguments[0]}: error: ")
-    assert "Traceback" not in err and "None:" not in err and "Error:" not in err and "object has no" not in err, err
+    assert (
+        "Traceback" not in err
+        and "None:" not in err
+        and "Error:" not in err
+        and "object has no" not in err
+    ), err
     return err
 
 
@@ -61,7 +66,9 @@ def test_headers_of_weights(header, folder, capfd):
         assert "model.safetensors is no safetensors file: its header" in refused(capfd, *command)
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 8, struct.pack("<Q", 100) + b"{}", b"\0" * 8])
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", b"\xff" * 8, struct.pack("<Q", 100) + b"{}", b"\0" * 8]
+)
 def test_weights_that_are_cut(content, folder, capfd):
     (folder / "model.safetensors").write_bytes(content)
     for command in commands(folder):
@@ -69,7 +76,9 @@ def test_weights_that_are_cut(content, folder, capfd):
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "hyperattn_config.json"])
-@pytest.mark.parametrize("content", ["[1]", "5", "null", '"text"', "true", "{", "[" * 100_000], ids=lambda c: c[:5])
+@pytest.mark.parametrize(
+    "content", ["[1]", "5", "null", '"text"', "true", "{", "[" * 100_000], ids=lambda c: c[:5]
+)
 def test_json_files_of_another_type(content, name, folder, capfd):
     if name == "hyperattn_config.json":
         (folder / "config.json").unlink()
@@ -101,18 +110,25 @@ def test_indexes_of_shards(value, folder):
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": value}))
     files = {name: folder / name for name in ("model.safetensors", path.name)}
-    with pytest.raises(ValueError, match="index.json has weight_map=.*allowed: an object of tensors and their files"):
+    with pytest.raises(
+        ValueError,
+        match="index.json has weight_map=.*allowed: an object of tensors and their files",
+    ):
         check_weights(folder, files)
 
 
-@pytest.mark.parametrize("facts", [[1], {"a": 5}, {"license": [1]}, {"tags": 5}, {"results": 5}], ids=str)
+@pytest.mark.parametrize(
+    "facts", [[1], {"a": 5}, {"license": [1]}, {"tags": 5}, {"results": 5}], ids=str
+)
 def test_facts(facts, folder, capfd):
     (folder / "facts.json").write_text(json.dumps(facts))
     refused(capfd, "card", folder, "--facts", folder / "facts.json")
 
 
 def test_nothing_says_facts_where_none_are_given(folder, capfd):
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": [1], "auto_mapping": 5, "r": {}}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": [1], "auto_mapping": 5, "r": {}})
+    )
     main(["card", str(folder)])
     assert "--facts None" not in capfd.readouterr().err
 

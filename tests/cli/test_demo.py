@@ -13,7 +13,18 @@ from hf_hyperattn.cli.console import progress
 from . import tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, then goes home. " * 20
-ARGUMENTS = ["--length", "40", "--tokens", "100", "--generate", "5", "--prompt", "the fox", "--device", "cpu"]
+ARGUMENTS = [
+    "--length",
+    "40",
+    "--tokens",
+    "100",
+    "--generate",
+    "5",
+    "--prompt",
+    "the fox",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +53,9 @@ def shown(out: str) -> dict[str, list[str]]:
 
 def losses(folder, attention: str, ids: list[int], window: int) -> float:
     """exp of the mean cross-entropy that the model itself gives, window by window."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=attention, dtype=torch.float32
+    )
     total = count = 0
     for start in range(0, len(ids), window):
         piece = torch.tensor([ids[start : start + window]])
@@ -54,7 +67,9 @@ def losses(folder, attention: str, ids: list[int], window: int) -> float:
 def test_rows_are_what_the_model_does(capsys, model, text):
     code, out, err = demo(capsys, "--model", model, "--text", text, *ARGUMENTS)
     assert code == 0
-    assert out.startswith(f"{model.name}, float32 on cpu, 1 thread\nText: fox.txt, 100 tokens, context 40\n")
+    assert out.startswith(
+        f"{model.name}, float32 on cpu, 1 thread\nText: fox.txt, 100 tokens, context 40\n"
+    )
     rows = shown(out)
     assert list(rows) == ["stock (sdpa)", "cone, patched in", "cone, replaced", "hsa, defaults"]
     ids = tiny.tokenizer()(TEXT).input_ids[:100]
@@ -70,7 +85,9 @@ def test_rows_are_what_the_model_does(capsys, model, text):
 
 
 def test_generation_is_shown_and_the_patched_model_saved(capsys, model, text, tmp_path):
-    _, out, _ = demo(capsys, "--model", model, "--text", text, *ARGUMENTS, "--output", tmp_path / "saved")
+    _, out, _ = demo(
+        capsys, "--model", model, "--text", text, *ARGUMENTS, "--output", tmp_path / "saved"
+    )
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompt = torch.tensor([tiny.tokenizer()("the fox").input_ids])
     new = loaded.generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :]
@@ -78,12 +95,16 @@ def test_generation_is_shown_and_the_patched_model_saved(capsys, model, text, tm
     assert '"the fox" goes on, greedily:' in out
     for label in ("stock (sdpa)    ", "cone, patched in"):
         assert f"  {label}  {expected}\n" in out
-    assert re.search(r"^cone attention ran on (plain torch|the fused engine, cpu)", out, re.MULTILINE)
+    assert re.search(
+        r"^cone attention ran on (plain torch|the fused engine, cpu)", out, re.MULTILINE
+    )
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(saved(prompt).logits, loaded(prompt).logits)
     assert any("cone" in name for name, _ in saved.named_parameters())
-    assert (tmp_path / "saved" / "README.md").is_file() and (tmp_path / "saved" / "tokenizer.json").is_file()
+    assert (tmp_path / "saved" / "README.md").is_file() and (
+        tmp_path / "saved" / "tokenizer.json"
+    ).is_file()
 
 
 def test_a_full_folder_is_refused_before_anything_is_measured(capsys, model, tmp_path):
@@ -98,8 +119,12 @@ def test_a_model_with_bos_gets_it_before_every_window(capsys, tmp_path, text, mo
 
     seen = []
     real = command.perplexity
-    monkeypatch.setattr(command, "perplexity", lambda *a, **k: (seen.append(k["prefix"]), real(*a, **k))[1])
-    assert demo(capsys, "--model", tiny.save(tmp_path, bos=True), "--text", text, *ARGUMENTS)[0] == 0
+    monkeypatch.setattr(
+        command, "perplexity", lambda *a, **k: (seen.append(k["prefix"]), real(*a, **k))[1]
+    )
+    assert (
+        demo(capsys, "--model", tiny.save(tmp_path, bos=True), "--text", text, *ARGUMENTS)[0] == 0
+    )
     assert len(seen) >= 4 and all(prefix == [tiny.BOS] for prefix in seen)
 
 

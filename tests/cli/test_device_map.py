@@ -15,7 +15,12 @@ from hf_hyperattn.inject.kept import fingerprint
 from . import tiny
 from .test_inject import prose
 
-MAP = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "disk"}
+MAP = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "disk",
+    "model.layers.1": "cpu",
+    "model.norm": "disk",
+}
 MAP |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
 
 
@@ -34,8 +39,31 @@ def folder(tmp_path_factory):
 
 def inject(folder, output, *more) -> dict:
     """The numbers of the report beside the checkpoint."""
-    line = ["inject", folder / "model", "--mechanism", "hsa", "--length", "128", "--rows", "16", "--pairs", "0.7"]
-    assert main([*map(str, line), "--text", str(folder / "one.txt"), "--output", str(output), *map(str, more)]) == 0
+    line = [
+        "inject",
+        folder / "model",
+        "--mechanism",
+        "hsa",
+        "--length",
+        "128",
+        "--rows",
+        "16",
+        "--pairs",
+        "0.7",
+    ]
+    assert (
+        main(
+            [
+                *map(str, line),
+                "--text",
+                str(folder / "one.txt"),
+                "--output",
+                str(output),
+                *map(str, more),
+            ]
+        )
+        == 0
+    )
     return json.loads((output / "hyperattn_inject.json").read_text())
 
 
@@ -55,13 +83,21 @@ def test_models_on_the_disk_have_fingerprints_of_their_weights(folder, tmp_path)
 @pytest.mark.parametrize("where", ["map.json", "auto"])
 def test_the_same_checkpoint_is_written(folder, tmp_path, capsys, where):
     expected = inject(folder, tmp_path / "plain")
-    report = inject(folder, tmp_path / "spread", "--device-map", where if where == "auto" else folder / where)
+    report = inject(
+        folder, tmp_path / "spread", "--device-map", where if where == "auto" else folder / where
+    )
     assert report["pairs"] == expected["pairs"]
-    assert report["texts"]["one.txt"]["after"] == pytest.approx(expected["texts"]["one.txt"]["after"], rel=1e-5)
-    plain, spread = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("plain", "spread"))
+    assert report["texts"]["one.txt"]["after"] == pytest.approx(
+        expected["texts"]["one.txt"]["after"], rel=1e-5
+    )
+    plain, spread = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("plain", "spread")
+    )
     assert spread.config.hyperattn == plain.config.hyperattn
     states = plain.state_dict(), spread.state_dict()
-    assert states[0].keys() == states[1].keys() and {p.dtype for p in spread.parameters()} == {torch.bfloat16}
+    assert states[0].keys() == states[1].keys() and {p.dtype for p in spread.parameters()} == {
+        torch.bfloat16
+    }
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     card = (tmp_path / "spread" / "README.md").read_text()
     assert f"--device-map {where}" in card and str(folder) not in card
@@ -85,14 +121,20 @@ def test_shards_are_cast_one_by_one(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder / "float32")
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     with_numbers = sorted(tmp_path.glob("*.safetensors"))[0]
-    save_file(load_file(with_numbers) | {"count": torch.tensor([3])}, with_numbers, {"format": "pt"})
+    save_file(
+        load_file(with_numbers) | {"count": torch.tensor([3])}, with_numbers, {"format": "pt"}
+    )
     device_map.cast_files(tmp_path, torch.float16)
     assert load_file(with_numbers)["count"].dtype == torch.int64
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = {name: load_file(tmp_path / name) for name in set(index["weight_map"].values())}
-    assert index["metadata"]["total_size"] == sum(t.nbytes for file in files.values() for t in file.values())
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for file in files.values() for t in file.values()
+    )
     half = model.half().state_dict()
-    assert all(torch.equal(half[name], files[file][name]) for name, file in index["weight_map"].items())
+    assert all(
+        torch.equal(half[name], files[file][name]) for name, file in index["weight_map"].items()
+    )
 
 
 @pytest.mark.parametrize("value", ["nowhere", "list.json", "text.json", "place.json", ""])
@@ -101,7 +143,19 @@ def test_what_is_no_map_is_refused_in_one_line(folder, tmp_path, capsys, monkeyp
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "text.json").write_text("auto")
     (tmp_path / "place.json").write_text('{"model": 1.5}')
-    line = ["inject", str(folder / "model"), "--mechanism", "hsa", "--text", str(folder / "one.txt")]
+    line = [
+        "inject",
+        str(folder / "model"),
+        "--mechanism",
+        "hsa",
+        "--text",
+        str(folder / "one.txt"),
+    ]
     assert main([*line, "--device-map", value]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and f"--device-map {value!r}" in err and "allowed: auto" in err
+    assert (
+        out == ""
+        and err.count("\n") == 1
+        and f"--device-map {value!r}" in err
+        and "allowed: auto" in err
+    )

@@ -33,13 +33,21 @@ def files(tmp_path_factory, model):
     (folder / "short.txt").write_text("too short")
     (folder / "empty.txt").write_text("")
     (folder / "folder").mkdir()
-    for name, broken, content in (("json", "config.json", "{"), ("weights", "model.safetensors", "torn")):
+    for name, broken, content in (
+        ("json", "config.json", "{"),
+        ("weights", "model.safetensors", "torn"),
+    ):
         shutil.copytree(model, folder / name)
         (folder / name / broken).write_text(content)
     shutil.copytree(model, folder / "no-tokenizer")
     (folder / "no-tokenizer" / "tokenizer.json").unlink()
     (folder / "no-tokenizer" / "tokenizer_config.json").unlink()
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    size = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     rwkv = RwkvConfig(vocab_size=260, hidden_size=16, num_hidden_layers=2, context_length=64)
     for name, other in (("vit", ViTModel(ViTConfig(**size))), ("rwkv", RwkvForCausalLM(rwkv))):
         other.save_pretrained(folder / name)
@@ -120,8 +128,12 @@ def test_traceback_on_request(files, model):
         cli.main(["demo", "--traceback", "--model", str(model), "--text", str(files / "latin.txt")])
 
 
-@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2Jb", "a\u202eb", "a" * 5000], ids=lambda name: ascii(name)[:9])
-def test_an_error_is_one_printable_line_whatever_a_file_is_called(name, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\x1b[2Jb", "a\u202eb", "a" * 5000], ids=lambda name: ascii(name)[:9]
+)
+def test_an_error_is_one_printable_line_whatever_a_file_is_called(
+    name, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["recover", name]) == 2
     err = capsys.readouterr().err
@@ -184,7 +196,9 @@ def test_interrupted(model, tmp_path):
     text = tmp_path / "pipe"
     os.mkfifo(text)
     process = start("demo", "--model", model, "--text", text, stdout=subprocess.PIPE)
-    with open(text, "w"):  # opens when the command does, which then waits for text that does not come
+    with open(
+        text, "w"
+    ):  # opens when the command does, which then waits for text that does not come
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=240)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
@@ -195,7 +209,9 @@ def test_interrupted(model, tmp_path):
 def test_a_reader_that_goes_away(model, files):
     read, write = os.pipe()
     os.close(read)
-    process = start("demo", "--model", model, "--text", files / "good.txt", "--generate", "2", stdout=write)
+    process = start(
+        "demo", "--model", model, "--text", files / "good.txt", "--generate", "2", stdout=write
+    )
     os.close(write)
     _, err = process.communicate(timeout=240)
     assert "Traceback" not in err and "BrokenPipe" not in err

@@ -41,7 +41,9 @@ def stock(folder):
 
 
 def injected(folder):
-    config = ha.HsaConfig((4, 16), "key", near=4, sinks=2, refine_top_k=1, block_bias=BIAS, tuned_length=64)
+    config = ha.HsaConfig(
+        (4, 16), "key", near=4, sinks=2, refine_top_k=1, block_bias=BIAS, tuned_length=64
+    )
     return ha.patch_model(stock(folder), config, mode="replace")
 
 
@@ -80,17 +82,28 @@ def test_a_step_follows_the_gradient_of_plain_autograd(folder):
     heal.optimizer.step = heal.optimizer.zero_grad = lambda: None
     heal.step(window)
     own = logits(stock(folder), window).log_softmax(-1)
-    loss = F.kl_div(model(window[None]).logits[0].log_softmax(-1), own, reduction="sum", log_target=True) / 64
+    loss = (
+        F.kl_div(
+            model(window[None]).logits[0].log_softmax(-1), own, reduction="sum", log_target=True
+        )
+        / 64
+    )
     loss.backward()
     for i, layer in enumerate(model.model.layers):
         name = f"base_model.model.model.layers.{i}.self_attn"
         grad = heal.trained()[f"{name}.hyper.lora_hyper.default.hsa.block_bias"].grad
-        torch.testing.assert_close(grad, layer.self_attn.hyper.hsa.block_bias.grad, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            grad, layer.self_attn.hyper.hsa.block_bias.grad, rtol=1e-3, atol=1e-6
+        )
         assert grad[BIAS.index(float("-inf"))] == 0 < grad.abs().max()
         down = heal.adapter.get_parameter(f"{name}.q_proj.lora_A.default.weight").detach()
         up = heal.adapter.get_parameter(f"{name}.q_proj.lora_B.default.weight").grad
-        scale = heal.adapter.peft_config["default"].lora_alpha / 2  # W + scale B A: dB = scale dW Aᵀ
-        torch.testing.assert_close(up, scale * layer.self_attn.q_proj.weight.grad @ down.T, rtol=1e-3, atol=1e-6)
+        scale = (
+            heal.adapter.peft_config["default"].lora_alpha / 2
+        )  # W + scale B A: dB = scale dW Aᵀ
+        torch.testing.assert_close(
+            up, scale * layer.self_attn.q_proj.weight.grad @ down.T, rtol=1e-3, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -98,7 +111,9 @@ def test_only_the_patch_and_lora_learn(folder, rank):
     heal = healing(folder, rank)
     before = {name: p.detach().clone() for name, p in heal.adapter.named_parameters()}
     heal.run()
-    changed = {name for name, p in heal.adapter.named_parameters() if not torch.equal(p, before[name])}
+    changed = {
+        name for name, p in heal.adapter.named_parameters() if not torch.equal(p, before[name])
+    }
     assert changed == set(heal.trained())
     assert all("lora_" in name for name in changed)
     assert any("block_bias" in name for name in changed)
@@ -162,7 +177,9 @@ def test_a_run_that_was_cut_off_ends_in_the_same_bits(folder, tmp_path, rank):
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
 
 
-def test_the_command_gives_windows_the_bos_token_of_the_tokenizer(capsys, folder, tmp_path, monkeypatch):
+def test_the_command_gives_windows_the_bos_token_of_the_tokenizer(
+    capsys, folder, tmp_path, monkeypatch
+):
     given = []
     monkeypatch.setattr(Healing, "run", lambda self, *_: given.append(list(self.prefix)))
     for bos in (False, True):
@@ -170,7 +187,16 @@ def test_the_command_gives_windows_the_bos_token_of_the_tokenizer(capsys, folder
         injected(folder).save_pretrained(model)
         tiny.tokenizer(bos).save_pretrained(model)
         main(
-            ["heal", str(model), "--text", str(folder / "one.txt"), "--steps", "2", "--output", str(tmp_path / "out")]
+            [
+                "heal",
+                str(model),
+                "--text",
+                str(folder / "one.txt"),
+                "--steps",
+                "2",
+                "--output",
+                str(tmp_path / "out"),
+            ]
         )
     assert given == [[], [tiny.BOS]]
 
@@ -215,7 +241,10 @@ def test_the_adapter_works_on_the_injected_and_on_the_stock_model(capsys, folder
     assert code == 0, out + err
     expected = healing(folder, 2 * (more[0] == "--lora"), steps=10)
     expected.run()
-    for base in (stock(folder), AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)):
+    for base in (
+        stock(folder),
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+    ):
         adapted = PeftModel.from_pretrained(base.eval(), tmp_path / "new")
         torch.testing.assert_close(logits(adapted), logits(expected.adapter), rtol=0, atol=1e-6)
 
@@ -234,17 +263,35 @@ def test_an_interrupted_command_goes_on_only_when_told_to(capsys, folder, tmp_pa
     monkeypatch.setattr(Healing, "step", step)
     code, _, err = heal_command(capsys, folder, *line)
     assert code == 2 and "--resume" in err and len(err.splitlines()) == 1
-    assert main(["heal", str(folder / "stock"), "--text", str(folder / "one.txt"), "--force", *map(str, line)]) == 2
-    assert (tmp_path / "new.heal-state.safetensors").is_file()  # the work stays where the new run cannot begin
+    assert (
+        main(
+            [
+                "heal",
+                str(folder / "stock"),
+                "--text",
+                str(folder / "one.txt"),
+                "--force",
+                *map(str, line),
+            ]
+        )
+        == 2
+    )
+    assert (
+        tmp_path / "new.heal-state.safetensors"
+    ).is_file()  # the work stays where the new run cannot begin
     assert heal_command(capsys, folder, *line, "--resume")[0] == 0
     whole = healing(folder, steps=10)
     whole.run()
-    assert json.loads((tmp_path / "new" / "hyperattn_heal.json").read_text())["losses"] == whole.losses
+    assert (
+        json.loads((tmp_path / "new" / "hyperattn_heal.json").read_text())["losses"] == whole.losses
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
 
 
 def test_where_nothing_is_gained_nothing_is_written(capsys, folder, tmp_path):
-    code, out, err = heal_command(capsys, folder, "--output", tmp_path / "new", "--patch-lr", "1", "--json")
+    code, out, err = heal_command(
+        capsys, folder, "--output", tmp_path / "new", "--patch-lr", "1", "--json"
+    )
     assert (code, "nothing is written" in err) in ((1, True), (0, False))
     assert list(json.loads(out)["report"]["texts"]) == ["one.txt"]
     assert [p.name for p in tmp_path.iterdir()] == ["new"] * (code == 0)
@@ -257,7 +304,9 @@ def test_it_refuses_models_without_a_patch_or_with_nothing_to_learn(capsys, fold
     model = ha.patch_model(stock(folder), ha.SparseConfig(Window(8, 2)), mode="replace")
     with pytest.raises(ValueError, match="no parameter that could learn; allowed: --lora R"):
         Healing(model, {"one": ids_of(1)}, 64)
-    with pytest.raises(ValueError, match="patch_lr 0.01: the patch has no parameter that could learn; leave it out"):
+    with pytest.raises(
+        ValueError, match="patch_lr 0.01: the patch has no parameter that could learn; leave it out"
+    ):
         Healing(model, {"one": ids_of(1)}, 64, rank=2, patch_lr=1e-2)
     with pytest.raises(ValueError, match="lr 0.0003 is of LoRA's matrices; allowed: with --lora R"):
         Healing(injected(folder), {"one": ids_of(1)}, 64, lr=3e-4)

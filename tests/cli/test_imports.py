@@ -60,7 +60,9 @@ def place(tmp_path_factory):
     (folder / "text.txt").write_text("the cat sat on the mat, and then it went away again. " * 20)
     tiny.save(folder / "stock")
     folders = [str(folder / name) for name in ("stock", "score", "rule")]
-    subprocess.run([sys.executable, "-c", MAKE, *folders], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", MAKE, *folders], cwd=folder, check=True, capture_output=True
+    )
     for name in ("score", "rule"):
         tiny.tokenizer().save_pretrained(folder / name)
     return folder
@@ -116,7 +118,18 @@ def test_a_mechanism_of_ones_own_is_listed_and_measured(place):
     assert "score_of_mine" in shown.stdout and "cone" in shown.stdout
     one = run(place, "list", "score_of_mine", "--import", "mine_for_tests")
     assert "weight=0.5" in one.stdout
-    line = ["eval", "stock", "--text", "text.txt", "--length", "48", "--tokens", "96", "--mechanism", "score_of_mine"]
+    line = [
+        "eval",
+        "stock",
+        "--text",
+        "text.txt",
+        "--length",
+        "48",
+        "--tokens",
+        "96",
+        "--mechanism",
+        "score_of_mine",
+    ]
     assert run(place, *line).returncode == 2
     given = run(place, *line, "--import=mine_for_tests")
     assert given.returncode == 0, given.stderr
@@ -132,12 +145,20 @@ def test_every_command_that_reads_models_takes_it(capsys):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("nowhere_to_be_found", None, "no module of this name; allowed: a .py file, or a module that Python finds"),
+        (
+            "nowhere_to_be_found",
+            None,
+            "no module of this name; allowed: a .py file, or a module that Python finds",
+        ),
         ("absent.py", None, "no such file; allowed: a .py file, or a module's name"),
         ("a b", None, "no module's name; allowed: such as my_scores, or my_scores.py"),
         ("broken_for_tests.py", "def", "failed: SyntaxError"),
         ("raising_for_tests.py", "raise RuntimeError('mine')", "failed: RuntimeError: mine"),
-        ("lacking_for_tests.py", "import not_there_either", "failed: ModuleNotFoundError: No module named 'not_there"),
+        (
+            "lacking_for_tests.py",
+            "import not_there_either",
+            "failed: ModuleNotFoundError: No module named 'not_there",
+        ),
         ("json.py", "x = 1", "Python knows another module 'json'"),
         ("2.py", "x = 1", "no module's name"),
     ],
@@ -149,7 +170,11 @@ def test_what_cannot_be_imported(name, content, said, tmp_path, monkeypatch, cap
         (tmp_path / name).write_text(textwrap.dedent(content))
     assert main(["list", "--import", name]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and err.startswith(f"hyperattn list: error: --import {name}")
+    assert (
+        not out
+        and err.count("\n") == 1
+        and err.startswith(f"hyperattn list: error: --import {name}")
+    )
     assert said in err
 
 
@@ -159,5 +184,7 @@ def test_several(tmp_path, monkeypatch, capsys):
     for name in ("one_of_two_for_tests", "two_of_two_for_tests"):
         (tmp_path / f"{name}.py").write_text("")
     lines = ["list", "--import", "one_of_two_for_tests", "--import", "two_of_two_for_tests.py"]
-    assert main(lines) == 0 and {"one_of_two_for_tests", "two_of_two_for_tests"} <= sys.modules.keys()
+    assert (
+        main(lines) == 0 and {"one_of_two_for_tests", "two_of_two_for_tests"} <= sys.modules.keys()
+    )
     shutil.rmtree(tmp_path, ignore_errors=True)

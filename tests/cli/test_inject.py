@@ -105,7 +105,10 @@ def test_gradients_are_those_of_plain_autograd(model):
     seen = {}
     hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
     loss = attention_gradients(
-        model, ids, lambda name, call, out, g: seen.update({name: (out, g)}), partial(loss_of, ids=ids)
+        model,
+        ids,
+        lambda name, call, out, g: seen.update({name: (out, g)}),
+        partial(loss_of, ids=ids),
     )
     hf_hyperattn.unpatch_model(model)
     assert loss == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-5)
@@ -114,10 +117,14 @@ def test_gradients_are_those_of_plain_autograd(model):
     F.cross_entropy(logits, ids[1:], reduction="sum").backward()
     for i, layer in enumerate(model.model.layers):
         out, g = seen[f"model.layers.{i}.self_attn"]
-        rows = out[0].transpose(0, 1).flatten(1)  # what o_proj reads; W_o.grad = Σ (d/d output) rowᵀ
+        rows = (
+            out[0].transpose(0, 1).flatten(1)
+        )  # what o_proj reads; W_o.grad = Σ (d/d output) rowᵀ
         slopes = g[0].transpose(0, 1).flatten(1)  # = (d/d output) W_o
         weight = layer.self_attn.o_proj.weight
-        assert torch.allclose((slopes * rows).sum(), (weight.grad * weight).sum(), rtol=1e-3, atol=1e-4)
+        assert torch.allclose(
+            (slopes * rows).sum(), (weight.grad * weight).sum(), rtol=1e-3, atol=1e-4
+        )
 
 
 def test_slopes_are_the_gradient_along_the_change(model):
@@ -126,7 +133,9 @@ def test_slopes_are_the_gradient_along_the_change(model):
     settings = [HsaHeadRule((4,), EVERYTHING), HsaHeadRule((4, 16), 8, 2, 1, -1.0)]
     seen = {}
     hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
-    attention_gradients(model, ids, lambda name, *rest: seen.update({name: rest}), partial(loss_of, ids=ids))
+    attention_gradients(
+        model, ids, lambda name, *rest: seen.update({name: rest}), partial(loss_of, ids=ids)
+    )
     hf_hyperattn.unpatch_model(model)
     measured = measure(model, ids, settings, rows=128, keep_slopes=True)
     assert list(measured.costs) == list(seen)[::-1]
@@ -137,7 +146,9 @@ def test_slopes_are_the_gradient_along_the_change(model):
         expected = (g * (tied - out)).sum(-1)[0].T
         assert torch.allclose(measured.slopes[name][..., 0], torch.zeros(128, 4), atol=1e-4)
         assert torch.allclose(measured.slopes[name][..., 1], expected, rtol=1e-3, atol=1e-4)
-        assert torch.allclose(measured.costs[name], (measured.slopes[name].double() ** 2).mean(0) / 2)
+        assert torch.allclose(
+            measured.costs[name], (measured.slopes[name].double() ** 2).mean(0) / 2
+        )
 
 
 def test_the_certificate_is_that_of_the_weights(model):
@@ -158,7 +169,10 @@ def test_the_choice_is_the_cheapest_of_all():
     losses = {name: torch.rand(2, 3, generator=drawn, dtype=torch.float64) for name in "ab"}
     chosen = choose(settings, losses, 64, pairs=0.6)
     cost = lambda s: sum(
-        losses[n][h, settings.index(x)].item() for n in "ab" for h, x in enumerate(s[n]) if not x.is_exact
+        losses[n][h, settings.index(x)].item()
+        for n in "ab"
+        for h, x in enumerate(s[n])
+        if not x.is_exact
     )
     kinds = [
         [HsaHeadRule((4,), EVERYTHING, 0), *settings[:2]],
@@ -166,10 +180,15 @@ def test_the_choice_is_the_cheapest_of_all():
     ]
     layers = [(x, y) for kind in kinds for x in kind for y in kind]
     better = [
-        {"a": a, "b": b} for a in layers for b in layers if Allocation({"a": a, "b": b}, 64).pairs <= chosen.pairs
+        {"a": a, "b": b}
+        for a in layers
+        for b in layers
+        if Allocation({"a": a, "b": b}, 64).pairs <= chosen.pairs
     ]
     assert chosen.pairs <= 0.6
-    assert {config.tuned_length for own in chosen.config().overrides.values() for config in own} == {64}
+    assert {
+        config.tuned_length for own in chosen.config().overrides.values() for config in own
+    } == {64}
     assert cost(chosen.layers) == pytest.approx(min(map(cost, better)))
 
 
@@ -199,7 +218,9 @@ def test_it_measures_chooses_verifies_and_writes(capsys, folder, tmp_path):
     assert_nothing_private(tmp_path / "out", folder, tmp_path)
     patched = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     for name in ("one", "two"):  # the third part of the text has the perplexity that was printed
-        ids = torch.tensor(tiny.tokenizer()((folder / f"{name}.txt").read_text()).input_ids[384:576])[None]
+        ids = torch.tensor(
+            tiny.tokenizer()((folder / f"{name}.txt").read_text()).input_ids[384:576]
+        )[None]
         after = math.exp(patched(ids, labels=ids).loss.item())
         assert after == pytest.approx(report["texts"][f"{name}.txt"]["after"], rel=1e-4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
@@ -215,7 +236,11 @@ def assert_nothing_private(written, *folders):
     "model, more, said",
     [
         ("org/base", ["--text", "/home/me/a b.txt", "c.txt"], "org/base --text 'a b.txt' c.txt"),
-        ("/home/me/base/", ["--text=/x/y.txt", "--output=/z/new"], "base --text=y.txt --output=new"),
+        (
+            "/home/me/base/",
+            ["--text=/x/y.txt", "--output=/z/new"],
+            "base --text=y.txt --output=new",
+        ),
         ("../me/base", ["--budget", "0.10", "--text", "y"], "base --budget 0.10 --text y"),
         (".", ["--output", "../new", "--text", "y"], "here --output new --text y"),
     ],
@@ -233,7 +258,10 @@ def test_the_command_on_a_card(model, more, said, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_seed_gives_one_result(capsys, folder, tmp_path):
     for name in ("a", "b"):
-        assert inject(capsys, folder, "--pairs", "0.7", "--output", tmp_path / name, "--seed", "3")[0] == 0
+        assert (
+            inject(capsys, folder, "--pairs", "0.7", "--output", tmp_path / name, "--seed", "3")[0]
+            == 0
+        )
     configs = [(tmp_path / name / "config.json").read_text() for name in ("a", "b")]
     assert configs[0] == configs[1]
 
@@ -252,7 +280,9 @@ def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatc
         assert inject(capsys, folder, *arguments)[0] == 130
     else:
         code, _, err = inject(capsys, folder, *arguments)
-        assert code == 2 and err.endswith("hyperattn inject: error: RuntimeError; --traceback shows where\n")
+        assert code == 2 and err.endswith(
+            "hyperattn inject: error: RuntimeError; --traceback shows where\n"
+        )
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["config.json"]
     assert (tmp_path / "out" / "config.json").read_text() == "kept"
@@ -293,7 +323,15 @@ def test_bad_input_is_refused_in_one_line(capsys, folder, tmp_path):
     ):  # fmt: skip
         assert said in refused(capsys, *arguments)
     (tmp_path / "short.txt").write_text(prose(1, 60))
-    short = [folder / "model", "--mechanism", "hsa", "--text", tmp_path / "short.txt", "--length", "256"]
+    short = [
+        folder / "model",
+        "--mechanism",
+        "hsa",
+        "--text",
+        tmp_path / "short.txt",
+        "--length",
+        "256",
+    ]
     assert "768 or more" in refused(capsys, *short)
 
 
@@ -303,15 +341,31 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
                         intermediate_size=48, max_position_embeddings=256)  # fmt: skip
     BertModel(config).save_pretrained(tmp_path / "bert")
     tiny.tokenizer().save_pretrained(tmp_path / "bert")
-    arguments = ["--mechanism", "hsa", "--length", "96", "--text", folder / "one.txt", "--budget", "0.05"]
+    arguments = [
+        "--mechanism",
+        "hsa",
+        "--length",
+        "96",
+        "--text",
+        folder / "one.txt",
+        "--budget",
+        "0.05",
+    ]
     (folder / "one.txt").write_text(prose(1, 4000))
     for option in (("--rows", "64"), ("--seed", "0")):
-        assert f"{option[0]} says nothing for an encoder" in refused(capsys, tmp_path / "bert", *arguments, *option)
+        assert f"{option[0]} says nothing for an encoder" in refused(
+            capsys, tmp_path / "bert", *arguments, *option
+        )
     said = refused(capsys, tmp_path / "bert", *arguments, "--pairs", "0.6")
     assert "--budget says nothing for an encoder beside --pairs; leave out one of them" in said
     said = refused(capsys, tmp_path / "bert", *arguments, "--cost", "bytes")
-    assert "--cost says nothing for an encoder, whose rules go by layer, and which keeps no cache" in said
-    code = main(["inject", *map(str, [tmp_path / "bert", *arguments, "--output", tmp_path / "out"])])
+    assert (
+        "--cost says nothing for an encoder, whose rules go by layer, and which keeps no cache"
+        in said
+    )
+    code = main(
+        ["inject", *map(str, [tmp_path / "bert", *arguments, "--output", tmp_path / "out"])]
+    )
     out, err = capsys.readouterr()
     assert code == 0, out + err
     report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
@@ -325,7 +379,16 @@ def test_an_encoder_gets_sparse_rules(capsys, folder, tmp_path):
     bert(max_position_embeddings=256, vocab_size=260).save_pretrained(tmp_path / "bert")
     tiny.tokenizer().save_pretrained(tmp_path / "bert")
     (folder / "sparse.txt").write_text(prose(1, 4000))
-    arguments = ["--mechanism", "sparse", "--length", "96", "--text", folder / "sparse.txt", "--pairs", "0.7"]
+    arguments = [
+        "--mechanism",
+        "sparse",
+        "--length",
+        "96",
+        "--text",
+        folder / "sparse.txt",
+        "--pairs",
+        "0.7",
+    ]
     said = refused(capsys, tmp_path / "bert", *arguments, "--retrieval-budget", "0.1")
     assert "--retrieval-budget says nothing for an encoder" in said
     arguments += ["--compare", "--allow-slower", "--output", tmp_path / "out"]
@@ -367,7 +430,10 @@ class Recent(CandidateRule):
     @staticmethod
     def compare(call, rules, starts, project):
         at = torch.cat([torch.arange(s, s + 16) for s in starts])
-        key, value = (t[0].repeat_interleave(len(call.query[0]) // len(t[0]), 0) for t in (call.key, call.value))
+        key, value = (
+            t[0].repeat_interleave(len(call.query[0]) // len(t[0]), 0)
+            for t in (call.key, call.value)
+        )
         logits = call.scale * call.query[0][:, at] @ key.mT
         age = at[:, None] - torch.arange(key.shape[1])
         exact = logits.masked_fill(age < 0, -math.inf)
@@ -384,8 +450,14 @@ def test_a_rule_from_outside_is_measured_and_allocated(model):
     for costs, kl in zip(measured.costs.values(), measured.kl.values()):
         assert costs[:, [0, 3]].max() < 1e-8 and kl[:, [0, 3]].abs().max() < 1e-4
         assert costs[:, 1].min() > 0 and kl[:, 1].min() > 0
-    losses = {name: costs * torch.tensor([1, i, 1 - i, 1]) for i, (name, costs) in enumerate(measured.costs.items())}
-    kinds = [{type(rule) for rule in rules} for rules in choose(rules, losses, 96, pairs=0.7).layers.values()]
+    losses = {
+        name: costs * torch.tensor([1, i, 1 - i, 1])
+        for i, (name, costs) in enumerate(measured.costs.items())
+    }
+    kinds = [
+        {type(rule) for rule in rules}
+        for rules in choose(rules, losses, 96, pairs=0.7).layers.values()
+    ]
     assert {Recent} in kinds and {HsaHeadRule} in kinds and all(len(kind) == 1 for kind in kinds)
 
 
@@ -393,7 +465,16 @@ def test_pairs_of_an_encoder_are_those_that_are_wanted(capsys, folder, tmp_path)
     bert(max_position_embeddings=256, vocab_size=260).save_pretrained(tmp_path / "bert")
     tiny.tokenizer().save_pretrained(tmp_path / "bert")
     (folder / "long.txt").write_text(prose(1, 4000))
-    arguments = ["--mechanism", "hsa", "--length", "64", "--text", folder / "long.txt", "--pairs", "0.6"]
+    arguments = [
+        "--mechanism",
+        "hsa",
+        "--length",
+        "64",
+        "--text",
+        folder / "long.txt",
+        "--pairs",
+        "0.6",
+    ]
     arguments += ["--compare", "--output", tmp_path / "out"]
     assert main(["inject", *map(str, [tmp_path / "bert", *arguments])]) == 0
     report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
@@ -401,7 +482,11 @@ def test_pairs_of_an_encoder_are_those_that_are_wanted(capsys, folder, tmp_path)
     rivals = report["rivals"]
     assert {"this choice", "tying both, one for all", "tying both, by layer"} <= set(rivals)
     assert all(0 < rival["pairs"] <= report["pairs"] + 1e-9 for rival in rivals.values())
-    assert rivals["this choice"]["losses"] == {n: pytest.approx(t["loss"]) for n, t in report["texts"].items()}
+    assert rivals["this choice"]["losses"] == {
+        n: pytest.approx(t["loss"]) for n, t in report["texts"].items()
+    }
     arguments[arguments.index("0.6")] = "0.01"
     assert main(["inject", *map(str, [tmp_path / "bert", *arguments, "--force"])]) == 2
-    assert "1.0% of stock's pairs is out of reach: the cheapest rules take" in capsys.readouterr().err
+    assert (
+        "1.0% of stock's pairs is out of reach: the cheapest rules take" in capsys.readouterr().err
+    )

@@ -49,8 +49,12 @@ def inject(capsys, model, *more):
 def test_full_rank_is_written_and_exact(capsys, folder, tmp_path):
     code, out, _ = inject(capsys, folder / "gpt2", "--rank", 32, "--output", tmp_path / "new")
     assert code == 0 and out.count("32 of 32  error of weights 0.0000") == 2 and "written:" in out
-    before, after = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (folder / "gpt2", tmp_path / "new"))
-    inputs = {"input_ids": torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(1))}
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(f).eval() for f in (folder / "gpt2", tmp_path / "new")
+    )
+    inputs = {
+        "input_ids": torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(1))
+    }
     assert difference(run(before, inputs), run(after, inputs)) <= 1e-5
     assert sorted(p.name for p in (tmp_path / "new").iterdir() if p.suffix == ".json") == [
         "config.json", "generation_config.json", "hyperattn_inject.json", "tokenizer.json", "tokenizer_config.json",
@@ -62,7 +66,9 @@ def test_the_report_is_what_was_replaced(capsys, folder, tmp_path):
     code, out, _ = inject(capsys, folder / "gpt2", "--rank", 12, "--output", tmp_path / "new")
     report = json.loads((tmp_path / "new" / "hyperattn_inject.json").read_text())
     assert code == 0 and len(report["layers"]) == 2 and report["texts"] == {}
-    totals = [int(n.replace(",", "")) for n in re.search(r"model: ([\d,]+) -> ([\d,]+)", out).groups()]
+    totals = [
+        int(n.replace(",", "")) for n in re.search(r"model: ([\d,]+) -> ([\d,]+)", out).groups()
+    ]
     saved = sum(a - b for a, b in (layer["parameters"] for layer in report["layers"].values()))
     assert totals[0] - totals[1] == saved > 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
@@ -77,7 +83,10 @@ def test_texts_are_fitted_and_measured(capsys, folder, tmp_path, kind):
     code, out, _ = inject(capsys, folder / kind, *arguments)
     report = json.loads((tmp_path / "new" / "hyperattn_inject.json").read_text())
     assert code == 0 and "of logits" in out and list(report["texts"]) == ["one.txt", "two.txt"]
-    assert str(folder) not in json.dumps(report) and str(folder) not in (tmp_path / "new/README.md").read_text()
+    assert (
+        str(folder) not in json.dumps(report)
+        and str(folder) not in (tmp_path / "new/README.md").read_text()
+    )
     assert all(layer["logit_error"] < layer["error"] for layer in report["layers"].values())
     before, after = report["texts"]["one.txt"]
     if kind == "bert":
@@ -124,6 +133,9 @@ def test_models_that_cannot_are_refused(capsys, folder, tmp_path):
 
 
 def test_hsa_wants_texts_and_no_rank(capsys, folder):
-    for more, message in (((), "needs --text"), (("--text", "x", "--rank", "3"), "--rank says nothing")):
+    for more, message in (
+        ((), "needs --text"),
+        (("--text", "x", "--rank", "3"), "--rank says nothing"),
+    ):
         assert main(["inject", str(folder / "llama"), "--mechanism", "hsa", *more]) == 2
         assert message in capsys.readouterr().err

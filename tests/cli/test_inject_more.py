@@ -24,7 +24,8 @@ from . import tiny
 from .test_inject import prose
 
 FEW = [
-    SparseHeadRule(rule) for rule in (Window(16), Window(64), Pages(16, 4, 8, 4), Pages(16, 4, 8, 4, query="previous"))
+    SparseHeadRule(rule)
+    for rule in (Window(16), Window(64), Pages(16, 4, 8, 4), Pages(16, 4, 8, 4, query="previous"))
 ]
 
 
@@ -41,11 +42,22 @@ def few(monkeypatch, tmp_path):
     """Few rules, and a cache of one's own."""
     monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sparse, "candidates", lambda length: FEW)
-    monkeypatch.setattr(hsa, "candidates", lambda length: [hsa.HsaHeadRule((4,), 16), hsa.HsaHeadRule((4,), 64)])
+    monkeypatch.setattr(
+        hsa, "candidates", lambda length: [hsa.HsaHeadRule((4,), 16), hsa.HsaHeadRule((4,), 64)]
+    )
 
 
 def inject(capsys, folder, *more, mechanism="sparse") -> tuple[int, str, str]:
-    arguments = ["--mechanism", mechanism, "--length", "192", "--rows", "32", "--text", str(folder / "one.txt")]
+    arguments = [
+        "--mechanism",
+        mechanism,
+        "--length",
+        "192",
+        "--rows",
+        "32",
+        "--text",
+        str(folder / "one.txt"),
+    ]
     code = main(["inject", str(folder / "model"), *arguments, *map(str, more)])
     return code, *capsys.readouterr()
 
@@ -54,14 +66,26 @@ def report_of(folder) -> dict:
     return json.loads((folder / "hyperattn_inject.json").read_text())
 
 
-def test_sparse_rules_are_chosen_by_head_verified_on_retrieval_and_written(capsys, folder, tmp_path):
-    code, out, err = inject(capsys, folder, "--pairs", "0.6", "--allow-slower", "--output", tmp_path / "out")
+def test_sparse_rules_are_chosen_by_head_verified_on_retrieval_and_written(
+    capsys, folder, tmp_path
+):
+    code, out, err = inject(
+        capsys, folder, "--pairs", "0.6", "--allow-slower", "--output", tmp_path / "out"
+    )
     assert code == 0, out + err
     report = report_of(tmp_path / "out")
     assert {"copying", "needle"} <= report["retrieval"].keys() and 0 < report["pairs"] <= 0.6
-    assert "answers, needle" in out and "Heads by rule:" in out and "than the original model's on this machine" in out
+    assert (
+        "answers, needle" in out
+        and "Heads by rule:" in out
+        and "than the original model's on this machine" in out
+    )
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "--allow-slower" in card and "of stock's time" in card and "retrieval: answers of needle" in card
+    assert (
+        "--allow-slower" in card
+        and "of stock's time" in card
+        and "retrieval: answers of needle" in card
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())["hyperattn"]
     (own,) = next(iter(config["overrides"].values()))
     assert own["mechanism"] == "sparse" and own["tuned_length"] == 192
@@ -89,12 +113,16 @@ def refusing(monkeypatch, count: int) -> None:
 
     def losses(self, before, after):
         held_out = before.keys() == self.texts[2].keys()
-        return dict.fromkeys(self.of_tasks(before), 1.0 if held_out and len(self.rejected) < count else 0.0)
+        return dict.fromkeys(
+            self.of_tasks(before), 1.0 if held_out and len(self.rejected) < count else 0.0
+        )
 
     monkeypatch.setattr(CausalInjection, "losses", losses)
 
 
-def test_the_next_safer_candidate_takes_the_place_of_one_refused(capsys, folder, tmp_path, monkeypatch):
+def test_the_next_safer_candidate_takes_the_place_of_one_refused(
+    capsys, folder, tmp_path, monkeypatch
+):
     refusing(monkeypatch, 1)
     code, out, err = inject(capsys, folder, "--allow-slower", "--output", tmp_path / "out")
     assert code == 0, out + err
@@ -106,7 +134,9 @@ def test_the_next_safer_candidate_takes_the_place_of_one_refused(capsys, folder,
 @first_always("mechanism", ["sparse", "hsa"])
 def test_where_all_are_refused_nothing_is_written(capsys, folder, tmp_path, monkeypatch, mechanism):
     refusing(monkeypatch, 99)
-    code, out, _ = inject(capsys, folder, "--budget", "0.0001", "--output", tmp_path / "out", mechanism=mechanism)
+    code, out, _ = inject(
+        capsys, folder, "--budget", "0.0001", "--output", tmp_path / "out", mechanism=mechanism
+    )
     assert code == 1 and re.search("Nothing written. The (safest of|only candidate) ", out)
     assert "Add --resume to reuse the measurements." in out
     assert "perplexity at most +0.01 %" in out
@@ -117,8 +147,12 @@ def test_retrieval_has_a_budget_of_its_own():
     lenient, strict = (CausalInjection(None, [{}], FEW, 64, 0.02) for _ in range(2))
     lenient.tokenizer = strict.tokenizer = tiny.tokenizer()
     strict.retrieval_budget = 0.1
-    assert lenient.keeps({"text": 0.016, "needle": 9.0}) and not lenient.keeps({"text": 0.017, "needle": 0.0})
-    assert strict.keeps({"text": 0.0, "needle": 0.08}) and not strict.keeps({"text": 0.0, "copying": 0.09})
+    assert lenient.keeps({"text": 0.016, "needle": 9.0}) and not lenient.keeps(
+        {"text": 0.017, "needle": 0.0}
+    )
+    assert strict.keeps({"text": 0.0, "needle": 0.08}) and not strict.keeps(
+        {"text": 0.0, "copying": 0.09}
+    )
     assert strict.in_budgets({"text": 0.01, "needle": 0.1}) == {"text": 0.5, "needle": 1.0}
 
 
@@ -126,13 +160,25 @@ def test_a_text_is_not_called_like_a_test(capsys, folder, tmp_path):
     for name in ("copying", "needle 3"):
         (tmp_path / name).write_text(prose(1))
         code = main(
-            ["inject", str(folder / "model"), "--mechanism", "hsa", "--length", "64", "--text", str(tmp_path / name)]
+            [
+                "inject",
+                str(folder / "model"),
+                "--mechanism",
+                "hsa",
+                "--length",
+                "64",
+                "--text",
+                str(tmp_path / name),
+            ]
         )
         assert code == 2 and "a test of retrieval has this name" in capsys.readouterr().err
 
 
 def test_equal_times_are_not_faster(capsys):
-    args, report = argparse.Namespace(mechanism="sparse", allow_slower=False, cost=None), {"length": 64}
+    args, report = (
+        argparse.Namespace(mechanism="sparse", allow_slower=False, cost=None),
+        {"length": 64},
+    )
     report["attention_seconds"] = {"before": 1.0, "after": 0.99}
     assert "Nothing written" in command.slower(args, report, pays.Pays(None, {64: (1.0, 0.99)}))
     assert not report["faster"] and "NOT faster" in capsys.readouterr().out
@@ -141,17 +187,26 @@ def test_equal_times_are_not_faster(capsys):
 @pytest.mark.slow
 def test_a_slower_model_is_not_called_faster(capsys, folder, tmp_path, monkeypatch):
     """What the sentence, the table and the card say of this length is what was timed for it."""
-    monkeypatch.setattr(command, "pays_from", lambda *_: pays.Pays(1024, {192: (1.0, 1.5), 1024: (1.0, 0.5)}))
+    monkeypatch.setattr(
+        command, "pays_from", lambda *_: pays.Pays(1024, {192: (1.0, 1.5), 1024: (1.0, 0.5)})
+    )
     code, out, _ = inject(capsys, folder, "--pairs", "0.6", "--output", tmp_path / "out")
     assert (
         code == 1
-        and "attention is NOT faster than the original model's on this machine (1.50x the time)" in out
+        and "attention is NOT faster than the original model's on this machine (1.50x the time)"
+        in out
         and "It is faster from 1,024 tokens on" in out
     )
     assert re.search(r"attention, time +1.00 s +1.50 s +1.50x the time", out)
     assert "--allow-slower" in out and not (tmp_path / "out").exists()
-    code, out, _ = inject(capsys, folder, "--pairs", "0.6", "--output", tmp_path / "out", mechanism="hsa")
-    assert code == 0 and "NOT faster" in out and "(not faster)" in (tmp_path / "out" / "README.md").read_text()
+    code, out, _ = inject(
+        capsys, folder, "--pairs", "0.6", "--output", tmp_path / "out", mechanism="hsa"
+    )
+    assert (
+        code == 0
+        and "NOT faster" in out
+        and "(not faster)" in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -161,7 +216,9 @@ def test_resuming_measures_nothing_again(capsys, folder, monkeypatch):
     for name, function in (("measure", "compare"), ("causal", "loss_parts")):
         module = sys.modules[f"hf_hyperattn.inject.{name}"]
         inner = getattr(module, function)
-        monkeypatch.setattr(module, function, lambda *a, n=name, inner=inner: count.append(n) or inner(*a))
+        monkeypatch.setattr(
+            module, function, lambda *a, n=name, inner=inner: count.append(n) or inner(*a)
+        )
     counts, printed = [], []
     for more in ((), ("--resume",), ("--resume", "--seed", "4"), ()):
         count.clear()
@@ -170,7 +227,9 @@ def test_resuming_measures_nothing_again(capsys, folder, monkeypatch):
         counts.append((count.count("measure"), count.count("causal")))
         printed.append(out[out.index("Tried") : out.index("Held-out")])
     assert counts[0] == counts[3] and min(counts[0]) > 0 and counts[1] == (0, 0)
-    assert counts[2][0] == counts[0][0] and counts[2][1] > 0  # texts are the same, needles are others
+    assert (
+        counts[2][0] == counts[0][0] and counts[2][1] > 0
+    )  # texts are the same, needles are others
     assert printed[0] == printed[1] == printed[3]
 
 
@@ -179,12 +238,18 @@ def test_rivals_have_no_more_pairs_and_the_model_is_as_it_was(capsys, folder, tm
     code, out, err = inject(capsys, folder, *more)
     assert code == 0, out + err
     rivals, pairs = report_of(tmp_path / "out")["rivals"], report_of(tmp_path / "out")["pairs"]
-    assert {"this choice", "sinks and window, one for all", "sinks and window, by head"} <= rivals.keys()
+    assert {
+        "this choice",
+        "sinks and window, one for all",
+        "sinks and window, by head",
+    } <= rivals.keys()
     assert any("pages" in name for name in rivals)
     assert all(rival["pairs"] <= max(0.6, pairs) for rival in rivals.values())
     assert "Rivals at no more of the pairs" in out
     report = report_of(tmp_path / "out")
-    assert rivals["this choice"]["losses"]["one.txt"] == pytest.approx(report["texts"]["one.txt"]["loss"], abs=1e-6)
+    assert rivals["this choice"]["losses"]["one.txt"] == pytest.approx(
+        report["texts"]["one.txt"]["loss"], abs=1e-6
+    )
     ids = torch.tensor(tiny.tokenizer()(prose(1)).input_ids[384:576])[None]
     patched = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     after = patched(ids, labels=ids).loss.exp().item()
@@ -206,8 +271,14 @@ def test_cache_bytes_as_the_cost(capsys, folder, tmp_path):
     code, out, err = inject(capsys, folder, *more)
     assert code == 0, out + err
     report = report_of(tmp_path / "out")
-    assert report["cost"]["name"] == report["asked"]["cost"] == "bytes" and report["cost"]["share"] <= 0.9
-    assert "of the cache's bytes, at any loss" in out and "Rivals at no more of the cache's bytes" in out
+    assert (
+        report["cost"]["name"] == report["asked"]["cost"] == "bytes"
+        and report["cost"]["share"] <= 0.9
+    )
+    assert (
+        "of the cache's bytes, at any loss" in out
+        and "Rivals at no more of the cache's bytes" in out
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert "--cost bytes" in card and "chosen by cache bytes (" in card and "evict=True" in card
     assert "corrected 2 times by what heads lose together" in card
@@ -220,28 +291,46 @@ def test_cache_bytes_as_the_cost(capsys, folder, tmp_path):
 
 def test_the_time_of_rules_as_the_cost(capsys, folder, tmp_path, monkeypatch):
     prices = dict(zip(FEW, (0.1, 0.9, 0.95, 0.99)))
-    monkeypatch.setattr(costs, "times", lambda rules, *_: {rule: prices.get(rule, 1.0) for rule in rules})
+    monkeypatch.setattr(
+        costs, "times", lambda rules, *_: {rule: prices.get(rule, 1.0) for rule in rules}
+    )
     more = ("--pairs", "0.6", "--cost", "time", "--allow-slower", "--output", tmp_path / "out")
     code, out, err = inject(capsys, folder, *more)
     assert code == 0, out + err
-    assert 0.1 <= report_of(tmp_path / "out")["cost"]["share"] <= 0.6 and "attention's time, of the rules alone" in out
+    assert (
+        0.1 <= report_of(tmp_path / "out")["cost"]["share"] <= 0.6
+        and "attention's time, of the rules alone" in out
+    )
     assert "chosen by the time of rules" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_share_that_no_rules_reach_is_refused(capsys, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "times", lambda rules, *_: dict.fromkeys(rules, 0.7))
-    code, _, err = inject(capsys, folder, "--pairs", "0.6", "--cost", "time", "--output", tmp_path / "out")
-    assert code == 2 and "60.0% of stock's time is out of reach: the cheapest rules take 70.0% at" in err
+    code, _, err = inject(
+        capsys, folder, "--pairs", "0.6", "--cost", "time", "--output", tmp_path / "out"
+    )
+    assert (
+        code == 2
+        and "60.0% of stock's time is out of reach: the cheapest rules take 70.0% at" in err
+    )
     monkeypatch.setattr(costs, "times", lambda rules, *_: dict.fromkeys(rules, 1.5))
-    code, _, err = inject(capsys, folder, "--pairs", "1", "--cost", "time", "--output", tmp_path / "out")
-    assert code == 2 and "at 1 of the cost all attention stays exact; allowed: a smaller share" in err
+    code, _, err = inject(
+        capsys, folder, "--pairs", "1", "--cost", "time", "--output", tmp_path / "out"
+    )
+    assert (
+        code == 2 and "at 1 of the cost all attention stays exact; allowed: a smaller share" in err
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_options_that_say_nothing_are_refused(capsys, folder):
     for mechanism, more, said in (
         ("hsa", ["--allow-slower"], "--allow-slower says nothing for --mechanism hsa"),
-        ("sparse", ["--cost", "bytes", "--allow-slower"], "--allow-slower says nothing with --cost bytes"),
+        (
+            "sparse",
+            ["--cost", "bytes", "--allow-slower"],
+            "--allow-slower says nothing with --cost bytes",
+        ),
         ("sparse", ["--rank", "4"], "--rank says nothing for --mechanism sparse"),
         ("collaborative", ["--compare"], "--compare says nothing"),
         ("collaborative", ["--retrieval-budget", "1"], "--retrieval-budget says nothing"),
@@ -255,7 +344,11 @@ def test_options_that_say_nothing_are_refused(capsys, folder):
 
 @pytest.mark.parametrize(
     "ratios, start",
-    [({128: 2.0, 256: 1.5, 512: 0.9}, 512), ({128: 2.0, 256: 0.8}, 256), ({128: 0.5, 256: 0.5}, 128)],
+    [
+        ({128: 2.0, 256: 1.5, 512: 0.9}, 512),
+        ({128: 2.0, 256: 0.8}, 256),
+        ({128: 0.5, 256: 0.5}, 128),
+    ],
 )
 def test_from_which_length_it_pays(monkeypatch, ratios, start):
     """Times that depend on the length alone: looked for upwards or downwards from the length of the text."""
@@ -272,11 +365,17 @@ def test_every_part_begins_with_the_bos_token_of_the_tokenizer(tmp_path, bos):
     """As the model reads texts elsewhere; a model that expects it is another one without it."""
     (tmp_path / "one.txt").write_text(prose(1))
     model = tiny.save(tmp_path / "model", bos, max_position_embeddings=256)
-    task = prepare(argparse.Namespace(model=str(model), text=[str(tmp_path / "one.txt")], length=192))
+    task = prepare(
+        argparse.Namespace(model=str(model), text=[str(tmp_path / "one.txt")], length=192)
+    )
     plain = tiny.tokenizer()(prose(1)).input_ids
     piece = 192 - bos
     for i, part in enumerate(task.texts):
         assert part["one.txt"].tolist() == [tiny.BOS] * bos + plain[i * piece : (i + 1) * piece]
-    chosen = CausalInjection(None, task.texts, rules=[], length=192, budget=0.1, tokenizer=task.tokenizer)
+    chosen = CausalInjection(
+        None, task.texts, rules=[], length=192, budget=0.1, tokenizer=task.tokenizer
+    )
     made = [e for part in chosen.texts for name, e in part.items() if name != "one.txt"]
-    assert len(made) > 4 and all((e.ids == tiny.BOS).nonzero().flatten().tolist() == [0] * bos for e in made)
+    assert len(made) > 4 and all(
+        (e.ids == tiny.BOS).nonzero().flatten().tolist() == [0] * bos for e in made
+    )

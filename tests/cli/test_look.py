@@ -41,7 +41,9 @@ def place(tmp_path_factory):
     tiny.save(folder / "unpatched", num_hidden_layers=3)
     for name, config in CONFIGS.items():
         shutil.copytree(folder / "unpatched", folder / name)
-        model = ha.patch_model(LlamaForCausalLM.from_pretrained(folder / name), config, layers=[LAST])
+        model = ha.patch_model(
+            LlamaForCausalLM.from_pretrained(folder / name), config, layers=[LAST]
+        )
         gates(model, 0.8)
         model.save_pretrained(folder / name)
     return folder
@@ -49,7 +51,16 @@ def place(tmp_path_factory):
 
 def look(place, name: str, *more: str) -> dict:
     out = place / f"{name}-{'seen-again' if more else 'seen'}"
-    line = ["look", str(place / name), "--text", str(place / "text.txt"), "--out", str(out), "--length", str(LENGTH)]
+    line = [
+        "look",
+        str(place / name),
+        "--text",
+        str(place / "text.txt"),
+        "--out",
+        str(out),
+        "--length",
+        str(LENGTH),
+    ]
     assert main([*line, *more]) == 0
     return json.loads((out / "look.json").read_text(encoding="utf-8"))
 
@@ -62,7 +73,9 @@ def seen(place):
 @pytest.fixture(scope="module")
 def stock(place):
     """The unpatched model's own words: ids, and what it returns."""
-    model = LlamaForCausalLM.from_pretrained(place / "unpatched", attn_implementation="eager").eval()
+    model = LlamaForCausalLM.from_pretrained(
+        place / "unpatched", attn_implementation="eager"
+    ).eval()
     ids = torch.tensor([tiny.tokenizer()(TEXT * 3).input_ids[:LENGTH]])
     with torch.no_grad():
         return model(ids, output_attentions=True, output_hidden_states=True, use_cache=True)
@@ -70,7 +83,10 @@ def stock(place):
 
 def close(value, expected, digits=4) -> bool:
     return torch.allclose(
-        torch.tensor(value, dtype=torch.float64), expected.double(), atol=0.6 * 10**-digits, rtol=1e-4
+        torch.tensor(value, dtype=torch.float64),
+        expected.double(),
+        atol=0.6 * 10**-digits,
+        rtol=1e-4,
     )
 
 
@@ -80,9 +96,14 @@ def test_an_unpatched_model(seen, stock):
     assert close(data["entropy"]["model"], torch.special.entr(weights).sum(-1).mean(-1))
     assert close(data["sink"]["model"], weights[:, :, 1:, 0].mean(-1))
     assert (
-        data["entropy"]["own"] == data["sink"]["own"] == [None] * 3 and data["values"] == {} and data["patched"] == 0
+        data["entropy"]["own"] == data["sink"]["own"] == [None] * 3
+        and data["values"] == {}
+        and data["patched"] == 0
     )
-    assert "".join(data["tokens"]) == (TEXT * 3)[: sum(map(len, data["tokens"]))] and len(data["tokens"]) == LENGTH
+    assert (
+        "".join(data["tokens"]) == (TEXT * 3)[: sum(map(len, data["tokens"]))]
+        and len(data["tokens"]) == LENGTH
+    )
     assert data["layers"] == [0, 1, 2] and data["queries"] == [8, 17, 26, 35, 44, 53, 62, 71]
     for detail in data["details"]:
         own = weights[detail["layer"]]
@@ -106,7 +127,9 @@ def test_own_attention_and_as_patched(seen, stock, place, name):
     """Below the patched layer all is as it was, so its own attention there is the unpatched model's."""
     data, own = seen[name], stock.attentions[LAST][0]
     (detail,) = data["details"]
-    assert data["layers"] == [LAST] and data["mechanisms"][0]["mechanism"] == CONFIGS[name].mechanism
+    assert (
+        data["layers"] == [LAST] and data["mechanisms"][0]["mechanism"] == CONFIGS[name].mechanism
+    )
     assert close(detail["attention"]["own"]["rows"], own[:, data["queries"]])
     assert data["entropy"]["own"][:LAST] == [None] * LAST
     assert close(data["entropy"]["own"][LAST], torch.special.entr(own.double()).sum(-1).mean(-1))
@@ -133,7 +156,9 @@ def test_cones(seen, stock, name, gamma, radius):
     assert close(detail["height"], height)
     assert detail["gamma"] == [gamma] * 4 and detail["radius"] == [radius] * 4
     # a point lies in the cone of another where that one is their lowest common ancestor
-    scores = ha.functional.cone_scores(key[None], key[None], variant=detail["variant"], radius=radius)[0]
+    scores = ha.functional.cone_scores(
+        key[None], key[None], variant=detail["variant"], radius=radius
+    )[0]
     ancestor = -scores if name == "cone" else (-scores).sqrt()
     inside = (ancestor <= height[:, :, None] * (1 + 1e-7)).sum(-1) - 1
     assert detail["holds"] == inside.tolist() and (name == "penumbral" or inside.sum() > 100)
@@ -149,14 +174,20 @@ def test_cones(seen, stock, name, gamma, radius):
 def test_what_a_cone_holds(variant, mapping):
     """Points of three dimensions, of which many lie in cones; in float64, where no pair is at the rim."""
     torch.manual_seed(0)
-    key, radius = torch.randn(1, 1, 60, 3).double() * torch.tensor([0.3, 0.3, 3.0]), torch.tensor(1.5).double()
+    key, radius = (
+        torch.randn(1, 1, 60, 3).double() * torch.tensor([0.3, 0.3, 3.0]),
+        torch.tensor(1.5).double(),
+    )
     height, stretch = height_and_stretch(key, mapping, radius)
     place = key[..., :-1] * stretch[..., None]
     width = half_width_of(variant, height[..., :, None], height[..., None, :], radius)
     ancestor = -ha.functional.cone_scores(key, key, variant=variant, radius=1.5)
     ancestor = ancestor if variant == "umbral" else ancestor.sqrt()
     inside = (place[..., None, :] - place[..., None, :, :]).norm(dim=-1) <= width
-    assert torch.equal(inside, (ancestor - height[..., None]).abs() < 1e-12) and 300 < inside.sum() < 3000
+    assert (
+        torch.equal(inside, (ancestor - height[..., None]).abs() < 1e-12)
+        and 300 < inside.sum() < 3000
+    )
 
 
 def test_the_disk(seen, stock, place):
@@ -166,21 +197,27 @@ def test_the_disk(seen, stock, place):
     assert detail["curvature"] == [c] * 4 and detail["scored"] == "geodesic"
     assert close(detail["radius"], c**0.5 * points.norm(dim=-1), 5)
     # queries are not returned by the model: their distances are, through softmax(-distance / τ) by name
-    model = LlamaForCausalLM.from_pretrained(place / "unpatched", attn_implementation="eager").eval()
+    model = LlamaForCausalLM.from_pretrained(
+        place / "unpatched", attn_implementation="eager"
+    ).eval()
     ha.patch_model(model, CONFIGS["hyperbolic"], layers=[LAST], mode="replace")
     ids = torch.tensor([tiny.tokenizer()(TEXT * 3).input_ids[:LENGTH]])
     with torch.no_grad():
         weights = model(ids, output_attentions=True).attentions[LAST][0]
     for at, query in enumerate(data["queries"]):
         distance = torch.tensor(detail["distance"])[:, at, : query + 1]
-        assert torch.allclose(torch.softmax(-distance, -1), weights[:, query, : query + 1], atol=2e-4)
+        assert torch.allclose(
+            torch.softmax(-distance, -1), weights[:, query, : query + 1], atol=2e-4
+        )
 
 
 def test_blocks_of_hsa(seen, stock, place):
     """In the weights of a model that is tied alone, closed blocks are constant and nothing else is."""
     data = seen["hsa"]
     detail = data["details"][0]["hsa"]
-    model = LlamaForCausalLM.from_pretrained(place / "unpatched", attn_implementation="eager").eval()
+    model = LlamaForCausalLM.from_pretrained(
+        place / "unpatched", attn_implementation="eager"
+    ).eval()
     ha.patch_model(model, HSA, layers=[LAST], mode="replace")
     ids = torch.tensor([tiny.tokenizer()(TEXT * 3).input_ids[:LENGTH]])
     with torch.no_grad():
@@ -217,10 +254,16 @@ def test_panels_are_of_what_is_there(seen):
 @pytest.mark.parametrize("name", ["unpatched", *CONFIGS])
 def test_the_page_holds_the_data_and_loads_nothing(seen, place, name):
     page = (place / f"{name}-seen" / "look.html").read_text(encoding="utf-8")
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL
+    )
     assert json.loads(data) == seen[name] and "<" not in data
-    code = page.replace(data, "").replace("http://www.w3.org/2000/svg", "")  # the name of a namespace
-    assert not re.search(r"https?:|//\w|\bsrc=|href=|@import|url\((?!#)|fetch\(|XMLHttp|<link|import\(", code)
+    code = page.replace(data, "").replace(
+        "http://www.w3.org/2000/svg", ""
+    )  # the name of a namespace
+    assert not re.search(
+        r"https?:|//\w|\bsrc=|href=|@import|url\((?!#)|fetch\(|XMLHttp|<link|import\(", code
+    )
     assert page.count("<script") == page.count("</script>") == 2 and "default-src 'none'" in page
 
 
@@ -229,7 +272,9 @@ def test_what_to_try_next_are_right_lines(seen):
         assert data["next"]
         for step in data["next"]:
             program, *words = shlex.split(step["command"])
-            assert (program, words[0]) == ("accelerate", "launch") or build_parser().parse_args(words)
+            assert (program, words[0]) == ("accelerate", "launch") or build_parser().parse_args(
+                words
+            )
 
 
 def test_a_gate_that_has_not_moved(place, tmp_path):
@@ -237,7 +282,10 @@ def test_a_gate_that_has_not_moved(place, tmp_path):
     shutil.copytree(place / "unpatched", place / "fresh")
     model.save_pretrained(place / "fresh")
     data = look(place, "fresh")
-    assert "No gate has moved" in data["next"][0]["text"] and "smollm2/cone.yaml" in data["next"][0]["command"]
+    assert (
+        "No gate has moved" in data["next"][0]["text"]
+        and "smollm2/cone.yaml" in data["next"][0]["command"]
+    )
     assert data["entropy"]["model"] == data["entropy"]["own"]
 
 
@@ -245,8 +293,16 @@ def test_what_is_chosen(place, capsys):
     data = look(place, "cone", "--layers", "last-2", "--query", "40", "--json")
     said = json.loads(capsys.readouterr().out)
     assert said["next"] == data["next"] and said["page"].endswith("look.html")
-    assert data["layers"] == [1, 2] and 40 in data["queries"] and data["query"] == 40 and len(data["queries"]) == 9
-    assert [set(d) for d in data["details"]] == [{"layer", "attention"}, {"layer", "attention", "cones"}]
+    assert (
+        data["layers"] == [1, 2]
+        and 40 in data["queries"]
+        and data["query"] == 40
+        and len(data["queries"]) == 9
+    )
+    assert [set(d) for d in data["details"]] == [
+        {"layer", "attention"},
+        {"layer", "attention", "cones"},
+    ]
 
 
 def test_by_name_and_an_encoder(place):
@@ -258,8 +314,12 @@ def test_by_name_and_an_encoder(place):
     with torch.no_grad():
         weights = torch.stack(model.eval()(ids, output_attentions=True).attentions)[:, 0]
     assert data["by_name"] == "cone" and close(data["sink"]["model"], weights[:, :, 1:, 0].mean(-1))
-    small = dict(num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=96, hidden_size=32)
-    BertModel(BertConfig(vocab_size=260, intermediate_size=48, **small)).save_pretrained(place / "encoder")
+    small = dict(
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=96, hidden_size=32
+    )
+    BertModel(BertConfig(vocab_size=260, intermediate_size=48, **small)).save_pretrained(
+        place / "encoder"
+    )
     tiny.tokenizer().save_pretrained(place / "encoder")
     data = look(place, "encoder")
     rows = torch.tensor(data["details"][0]["attention"]["model"]["rows"])
@@ -267,10 +327,13 @@ def test_by_name_and_an_encoder(place):
 
 
 @pytest.mark.parametrize(
-    "settings, allowed", [({"layers": [7]}, "0 to 2"), ({"queries": [16]}, "0 to 15"), ({"layers": []}, "0 to 2")]
+    "settings, allowed",
+    [({"layers": [7]}, "0 to 2"), ({"queries": [16]}, "0 to 15"), ({"layers": []}, "0 to 2")],
 )
 def test_what_is_not_there(settings, allowed):
-    model = LlamaForCausalLM._from_config(tiny.config(num_hidden_layers=3), attn_implementation="eager")
+    model = LlamaForCausalLM._from_config(
+        tiny.config(num_hidden_layers=3), attn_implementation="eager"
+    )
     with pytest.raises(ValueError, match=f"{next(iter(settings))} has .*; allowed: {allowed}"):
         attention_report(model, torch.arange(16), **settings)
 
@@ -288,7 +351,9 @@ def test_in_a_browser(seen, place, name):
     browser = shutil.which("chromium") or pytest.skip("no chromium")
     page = place / f"{name}-seen" / "look.html"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=100
+    )
     assert "CONSOLE" not in done.stderr and done.returncode == 0
     assert done.stdout.count("<section") == 6 + 2 * (name != "unpatched")
     assert done.stdout.count("<canvas") == (1 if name == "unpatched" else 2)
@@ -300,7 +365,21 @@ def test_smollm2(tmp_path, place):
 
     ids = tmp_path / "text.txt"
     ids.write_text((TEXT * 40), encoding="utf-8")
-    assert main(["look", str(smollm2()), "--text", str(ids), "--out", str(tmp_path / "seen"), "--length", "128"]) == 0
+    assert (
+        main(
+            [
+                "look",
+                str(smollm2()),
+                "--text",
+                str(ids),
+                "--out",
+                str(tmp_path / "seen"),
+                "--length",
+                "128",
+            ]
+        )
+        == 0
+    )
     data = json.loads((tmp_path / "seen" / "look.json").read_text(encoding="utf-8"))
     assert len(data["entropy"]["model"]) == 30 and data["layers"] == [0, 14, 29]
     shares = [share for row in data["sink"]["model"] for share in row]
@@ -328,4 +407,6 @@ def test_both_sides_count_for_curved_space(nearer, farther, neither, curved):
     data = {"sink": {"model": [[0.1]]}, "hyperbolicity": places(nearer, farther, neither)}
     text, command = of_unpatched(SimpleNamespace(model="m", text="t"), data)[1]
     assert ("hyperbolic" in command) == curved
-    assert f"control in {nearer}" in text and f"farther in {farther}" in text and "sign test" in text
+    assert (
+        f"control in {nearer}" in text and f"farther in {farther}" in text and "sign test" in text
+    )

@@ -44,7 +44,15 @@ def report(capsys, *arguments) -> dict:
         ("model", {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}),
         ("adapter", {"adapter_config.json", "adapter_model.safetensors", "hyperattn_config.json"}),
         ("config", {"hyperattn_config.json"}),
-        ("export", {"config.json", "model.safetensors", "modeling_hyperattn.py", "hyperattn_manifest.json"}),
+        (
+            "export",
+            {
+                "config.json",
+                "model.safetensors",
+                "modeling_hyperattn.py",
+                "hyperattn_manifest.json",
+            },
+        ),
     ],
 )
 def test_what_reloads_exactly_would_be_pushed(name, files, saved, tmp_path, capsys, monkeypatch):
@@ -54,7 +62,12 @@ def test_what_reloads_exactly_would_be_pushed(name, files, saved, tmp_path, caps
     before = {path: path.read_bytes() for path in (tmp_path / name).iterdir()}
     found = report(capsys, tmp_path / name, "me/mine")
     assert files | {"README.md"} <= set(found["files"]) and found["left_out"] == ["notes.txt"]
-    assert found["repo"] == "me/mine" and found["dry_run"] and not found["private"] and found["url"] is None
+    assert (
+        found["repo"] == "me/mine"
+        and found["dry_run"]
+        and not found["private"]
+        and found["url"] is None
+    )
     assert (found["tensors"] > 0) == (name != "config")
     assert {path: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
 
@@ -75,8 +88,16 @@ def gate(tensors) -> str:
     "name, change, said",
     [
         ("model", lambda tensors: tensors.pop(gate(tensors)), "gate"),
-        ("model", lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing in the folder"),
-        ("model", lambda tensors: tensors.update(more=torch.zeros(2)), "more is not taken by the model"),
+        (
+            "model",
+            lambda tensors: tensors.pop("model.norm.weight"),
+            "model.norm.weight is missing in the folder",
+        ),
+        (
+            "model",
+            lambda tensors: tensors.update(more=torch.zeros(2)),
+            "more is not taken by the model",
+        ),
         ("model", lambda tensors: tensors.update({gate(tensors): torch.zeros(7)}), "gate"),
         ("adapter", lambda tensors: tensors.pop(gate(tensors)), "gate"),
     ],
@@ -85,11 +106,15 @@ def test_what_does_not_reload_is_refused(name, change, said, saved, tmp_path, ca
     shutil.copytree(saved / name, tmp_path / name)
     changed(tmp_path / name, change)
     assert main(["push", str(tmp_path / name), "me/mine", "--dry-run"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hyperattn")]
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("hyperattn")
+    ]
     assert "does not reload exactly, and is not pushed" in line and said in line
 
 
-def test_an_export_that_was_changed_and_an_adapter_without_its_base_are_refused(saved, tmp_path, capsys):
+def test_an_export_that_was_changed_and_an_adapter_without_its_base_are_refused(
+    saved, tmp_path, capsys
+):
     shutil.copytree(saved / "export", tmp_path / "export")
     with open(tmp_path / "export" / "modeling_hyperattn.py", "a") as file:
         file.write("# more\n")
@@ -123,7 +148,14 @@ def test_the_card_is_printed_written_and_kept(saved, tmp_path, capsys):
 def test_facts_for_a_card_that_stays_are_said_to_be_unused(saved, tmp_path, capsys):
     shutil.copytree(saved / "config", tmp_path / "config")
     (tmp_path / "facts.json").write_text('{"license": "mit"}')
-    line = ["push", str(tmp_path / "config"), "me/mine", "--dry-run", "--facts", str(tmp_path / "facts.json")]
+    line = [
+        "push",
+        str(tmp_path / "config"),
+        "me/mine",
+        "--dry-run",
+        "--facts",
+        str(tmp_path / "facts.json"),
+    ]
     said = "--facts says nothing: README.md was written by hand and stays\n"
     assert main(line) == 0 and said not in capsys.readouterr().out
     (tmp_path / "config" / "README.md").write_text("mine")
@@ -135,13 +167,23 @@ def test_facts_for_a_card_that_stays_are_said_to_be_unused(saved, tmp_path, caps
 def test_wrong_facts_are_one_line(facts, saved, tmp_path, capsys):
     (tmp_path / "facts.json").write_text(facts)
     for command in (["card"], ["push", "me/mine", "--dry-run"]):
-        line = [command[0], str(saved / "model"), *command[1:], "--facts", str(tmp_path / "facts.json")]
+        line = [
+            command[0],
+            str(saved / "model"),
+            *command[1:],
+            "--facts",
+            str(tmp_path / "facts.json"),
+        ]
         assert main(line) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and "allowed: " in err and "--traceback shows where" not in err
 
 
 def test_a_stock_model_and_a_name_that_is_none_are_refused(saved, capsys):
-    for line in (["push", saved / "base", "me/x"], ["push", saved / "model", "a/b/c"], ["card", saved / "base"]):
+    for line in (
+        ["push", saved / "base", "me/x"],
+        ["push", saved / "model", "a/b/c"],
+        ["card", saved / "base"],
+    ):
         assert main([*map(str, line)]) == 2
         assert capsys.readouterr().err.count("\n") == 1

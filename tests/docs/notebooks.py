@@ -30,7 +30,9 @@ NAMES = ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct")
 def cells(notebook: Path) -> list[tuple[dict, str]]:
     """The cells of code, each with its source."""
     content = json.loads(notebook.read_text(encoding="utf-8"))
-    return [(cell, "".join(cell["source"])) for cell in content["cells"] if cell["cell_type"] == "code"]
+    return [
+        (cell, "".join(cell["source"])) for cell in content["cells"] if cell["cell_type"] == "code"
+    ]
 
 
 def lend_models(folder: Path) -> bool:
@@ -82,7 +84,9 @@ def taken(plt) -> Iterator[bytes]:
     """The open figures, which are closed."""
     for number in plt.get_fignums():
         content = io.BytesIO()
-        plt.figure(number).savefig(content, format="png", dpi=80, bbox_inches="tight", metadata={"Software": None})
+        plt.figure(number).savefig(
+            content, format="png", dpi=80, bbox_inches="tight", metadata={"Software": None}
+        )
         plt.close(number)
         yield content.getvalue()
 
@@ -91,7 +95,9 @@ def outputs(printed: str, figures: list[bytes]) -> list[dict]:
     """What a cell showed, as a notebook stores it."""
     stored: list[dict] = []
     if printed:
-        stored.append({"output_type": "stream", "name": "stdout", "text": printed.splitlines(keepends=True)})
+        stored.append(
+            {"output_type": "stream", "name": "stdout", "text": printed.splitlines(keepends=True)}
+        )
     for png in figures:
         data = {"image/png": base64.b64encode(png).decode(), "text/plain": ["a figure"]}
         stored.append({"output_type": "display_data", "data": data, "metadata": {}})
@@ -105,7 +111,9 @@ def differences(stored: str, printed: str) -> list[str]:
     in a ranking near ties change places from one processor to another.
     """
     number = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
-    words = [re.sub(r"[ #]+", " ", re.sub(rf"[+-]?{number}", "0", text)) for text in (stored, printed)]
+    words = [
+        re.sub(r"[ #]+", " ", re.sub(rf"[+-]?{number}", "0", text)) for text in (stored, printed)
+    ]
     if words[0] != words[1]:
         return [f"printed {printed!r}, stored {stored!r}"]
     pairs = list(zip(*(re.findall(rf"[+-]?{number}", text) for text in (stored, printed))))
@@ -127,8 +135,12 @@ def store(notebook: Path) -> None:
     content = json.loads(notebook.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         if not lend_models(Path(folder)):
-            raise ValueError(f"outputs are of {smollm2.NAME}, which is not installed; {smollm2.INSTALL}")
-        shown = [outputs(printed, figures) for _, printed, figures in execute(notebook, Path(folder))]
+            raise ValueError(
+                f"outputs are of {smollm2.NAME}, which is not installed; {smollm2.INSTALL}"
+            )
+        shown = [
+            outputs(printed, figures) for _, printed, figures in execute(notebook, Path(folder))
+        ]
     code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     for number, (cell, made) in enumerate(zip(code, shown, strict=True), 1):
         cell.update(execution_count=number, outputs=made)

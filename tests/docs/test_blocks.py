@@ -29,7 +29,10 @@ from tests.cli import tiny
 from tests.oracles.marks import NO_NATIVE_ADAPTERS, has_native_adapters
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("**/*.md")} - {ROOT / "docs" / "your_own_score.md"})]
+PAGES = [
+    ROOT / "README.md",
+    *sorted({*(ROOT / "docs").glob("**/*.md")} - {ROOT / "docs" / "your_own_score.md"}),
+]
 #: Packages that `make test` does not install, by a word of the blocks that need them.
 EXTRAS = {
     "onnx": ("onnxscript", "onnxruntime"),
@@ -43,7 +46,9 @@ MARKERS = {**dict.fromkeys(EXTRAS, "extras"), 'device="cuda"': "gpu"}
 #: Pages that train several models.
 SLOW = ("docs/tutorials/trainer.md",)
 #: Commands that read and write local folders only, and take seconds.
-LOCAL_COMMANDS = re.compile(r"hyperattn (recover|export --remote-code|card|inject HuggingFaceTB|push .*--dry-run)")
+LOCAL_COMMANDS = re.compile(
+    r"hyperattn (recover|export --remote-code|card|inject HuggingFaceTB|push .*--dry-run)"
+)
 
 
 class Block(NamedTuple):
@@ -99,7 +104,9 @@ def save_hub_models(folder: Path) -> None:
         tiny.save(folder / name, num_hidden_layers=3, max_position_embeddings=640)
         weaken_attention(folder / name)
     encoder = folder / "sentence-transformers/all-MiniLM-L6-v2"
-    heads = dict(num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=160, hidden_size=192)
+    heads = dict(
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=160, hidden_size=192
+    )
     BertModel(BertConfig(vocab_size=260, intermediate_size=48, **heads)).save_pretrained(encoder)
     tokens = tiny.tokenizer()
     tokens.add_special_tokens({"pad_token": "<s>", "cls_token": "<s>", "sep_token": "</s>"})
@@ -135,19 +142,25 @@ def run_commands(block: Block) -> None:
 def test_every_command_of_the_tutorials_runs():
     blocks = [b for page in PAGES if page.parent.name == "tutorials" for b in read_blocks(page)]
     lines = [line for b in blocks if b.language != "python" for line in read_commands(b)]
-    assert lines and all(LOCAL_COMMANDS.match(line) or line.startswith("hyperattn push ") for line in lines)
+    assert lines and all(
+        LOCAL_COMMANDS.match(line) or line.startswith("hyperattn push ") for line in lines
+    )
 
 
 @pytest.mark.parametrize("blocks", list_cases())
 def test_page(blocks, tmp_path, monkeypatch):
-    for package in (p for b in blocks for word, ps in EXTRAS.items() if word in b.source for p in ps):
+    for package in (
+        p for b in blocks for word, ps in EXTRAS.items() if word in b.source for p in ps
+    ):
         pytest.importorskip(package)
     if any(".add_adapter(" in block.source for block in blocks) and not has_native_adapters():
         pytest.skip(NO_NATIVE_ADAPTERS)
     save_hub_models(tmp_path)
     monkeypatch.chdir(tmp_path)
     for cls in (PushToHubMixin, ha.HyperAttnConfig):
-        monkeypatch.setattr(cls, "push_to_hub", lambda self, repo_id, **settings: self.save_pretrained(repo_id))
+        monkeypatch.setattr(
+            cls, "push_to_hub", lambda self, repo_id, **settings: self.save_pretrained(repo_id)
+        )
     # Timings of tiny models on a busy machine say nothing, and must not decide whether a checkpoint is written.
     monkeypatch.setattr(inject, "faster", lambda seconds: True)
     monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path / "cache"))

@@ -21,13 +21,19 @@ HEAD_FUSION = f"{ERROR}; cone + head_fusion {ERROR}"
 def rows(page: str) -> list[list[str]]:
     """The cells of all tables, without the lines that rule them."""
     lines = [line for line in page.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if "---" not in line]
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in lines
+        if "---" not in line
+    ]
 
 
 def numbers(page: str) -> tuple[set[int], list[int]]:
     """The notes that tables name, and those that are there."""
     tables, _, notes = page.partition("\n## Notes\n")
-    return set(map(int, re.findall(r"\bnote (\d+)", tables))), [int(n) for n in re.findall(r"^(\d+)\. ", notes, re.M)]
+    return set(map(int, re.findall(r"\bnote (\d+)", tables))), [
+        int(n) for n in re.findall(r"^(\d+)\. ", notes, re.M)
+    ]
 
 
 def test_no_cell_is_too_long():
@@ -70,9 +76,15 @@ def page():
 
 def test_what_the_writer_makes_of_reasons(page):
     notes = {row[0]: row[-1] for row in rows(page) if len(row) == 9}
-    assert notes["a"] == notes["b"] == "note 1" and notes["c"] == "2 of 4 hosts ran; as before: Pooling"
-    assert notes["d"] == "note 2" and notes["e"] == r"identity: off by 1\|2" and "timm" in notes["f"]
     assert (
-        f"\n1. {WHY}\n2. identity, gradients: cone + head_fusion refused: hidden states came in another form" in page
+        notes["a"] == notes["b"] == "note 1"
+        and notes["c"] == "2 of 4 hosts ran; as before: Pooling"
+    )
+    assert (
+        notes["d"] == "note 2" and notes["e"] == r"identity: off by 1\|2" and "timm" in notes["f"]
+    )
+    assert (
+        f"\n1. {WHY}\n2. identity, gradients: cone + head_fusion refused: hidden states came in another form"
+        in page
     )
     assert "ImportError" not in page and "\n3. " not in page

@@ -17,7 +17,9 @@ LARGEST = 200_000  # bytes of a notebook, pictures included
 def test_it_is_stored_with_its_outputs(notebook):
     content = json.loads(notebook.read_text(encoding="utf-8"))
     code = [cell for cell, _ in cells(notebook)]
-    assert content["nbformat"] == 4 and len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    assert content["nbformat"] == 4 and len({cell["id"] for cell in content["cells"]}) == len(
+        content["cells"]
+    )
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert sum(bool(cell["outputs"]) for cell in code) > len(code) / 2
     assert notebook.stat().st_size < LARGEST
@@ -33,7 +35,9 @@ def test_every_notebook_is_named_in_the_docs():
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(notebook, tmp_path):
     real = lend_models(tmp_path)
-    made_with = json.loads(notebook.read_text(encoding="utf-8"))["metadata"]["language_info"]["version"]
+    made_with = json.loads(notebook.read_text(encoding="utf-8"))["metadata"]["language_info"][
+        "version"
+    ]
     for cell, printed, figures in execute(notebook, tmp_path):
         source = "".join(cell["source"])
         assert bool(cell["outputs"]) == bool(printed or figures), source

@@ -42,8 +42,13 @@ def test_attention_on_a_cpu():
     table = read_table("Attention on a CPU", "Score")
     assert {row[0] for row in table} == set(SUBJECTS)
     for label, *cells in table:
-        keys = [f"{SUBJECTS[label]} | cpu | {kind} 1x8x2048x64 full fp32 1t" for kind in ("forward", "training")]
-        assert cells == [find_median(read_rows(file), key) for file in (ZEN_4, OTHER_EPYC) for key in keys], label
+        keys = [
+            f"{SUBJECTS[label]} | cpu | {kind} 1x8x2048x64 full fp32 1t"
+            for kind in ("forward", "training")
+        ]
+        assert cells == [
+            find_median(read_rows(file), key) for file in (ZEN_4, OTHER_EPYC) for key in keys
+        ], label
 
 
 def test_gpu():
@@ -60,13 +65,18 @@ def test_whole_models():
     rows = read_rows(ZEN_4)
     tasks = {
         "SmolLM2-135M, prefill of 2,048 tokens": ("SmolLM2-135M", "prefill 1x9x2048x64 causal"),
-        "SmolLM2-135M, one generated token after 2,048": ("SmolLM2-135M", "decode 1x9x2048x64 causal"),
+        "SmolLM2-135M, one generated token after 2,048": (
+            "SmolLM2-135M",
+            "decode 1x9x2048x64 causal",
+        ),
         "MiniLM-L6, 8 texts of 256 tokens": ("MiniLM-L6", "encode 8x12x256x32 full"),
     }
     for label, *cells in read_table("Whole models", "Model and task"):
         model, task = tasks[label]
         names = ("cone", "cone_penumbral", "hyperbolic", "hype")
-        assert cells == [find_median(rows, f"{model} | {name} | {task} fp32 1t") for name in names], label
+        assert cells == [
+            find_median(rows, f"{model} | {name} | {task} fp32 1t") for name in names
+        ], label
 
 
 def test_sparse_rules():
@@ -83,7 +93,11 @@ def test_blockwise_against_the_kernels():
     ratios = [
         row["median"] / rows[key.replace("blockwise", "cpu")]["median"]
         for key, row in rows.items()
-        if "| blockwise | " in key and not key.startswith("dot ") and "1x8x2048x64 full fp32 1t" in key
+        if "| blockwise | " in key
+        and not key.startswith("dot ")
+        and "1x8x2048x64 full fp32 1t" in key
     ]
     text = PAGE.replace("\n", " ")
-    assert f"PyTorch takes {min(ratios):.1f} to {max(ratios):.1f} times as long as the kernels" in text
+    assert (
+        f"PyTorch takes {min(ratios):.1f} to {max(ratios):.1f} times as long as the kernels" in text
+    )

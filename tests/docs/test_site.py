@@ -12,11 +12,15 @@ import hf_hyperattn as ha
 from hf_hyperattn import analysis, functional, geometry, inject, testing
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+REFERENCE = "\n".join(
+    page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")
+)
 NAMES = set(re.findall(r"^\.\. auto(?:class|exception|function):: (\S+)$", REFERENCE, re.MULTILINE))
 
 
-@pytest.mark.parametrize("module", [ha, functional, analysis, geometry, inject, testing], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [ha, functional, analysis, geometry, inject, testing], ids=lambda m: m.__name__
+)
 def test_every_public_name_is_in_the_reference(module):
     things = {name: getattr(module, name) for name in module.__all__}
     public = {f"{module.__name__}.{name}" for name, thing in things.items() if callable(thing)}
@@ -27,7 +31,9 @@ def test_every_page_is_in_the_contents():
     start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^((?:tutorials/)?\w+)$", start, re.MULTILINE))
     pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")}
-    assert {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in pages} - {"index"} <= listed
+    assert {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in pages} - {
+        "index"
+    } <= listed
 
 
 def load_conf():
@@ -82,7 +88,18 @@ def test_no_page_has_a_line_that_markdown_cuts():
 def test_the_site_builds(tmp_path):
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        "docs",
+        str(tmp_path),
+    ]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     page = (tmp_path / "api" / "functional.html").read_text(encoding="utf-8")

@@ -6,7 +6,12 @@ from pathlib import Path
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "trainer.md").read_text(encoding="utf-8")
 #: The calls that must be equal in both runs: model and dtype, layers, learning rates.
-CALLS = ("AutoModelForCausalLM.from_pretrained", "ha.patch_model", "ha.parameter_groups", "tokenizer")
+CALLS = (
+    "AutoModelForCausalLM.from_pretrained",
+    "ha.patch_model",
+    "ha.parameter_groups",
+    "tokenizer",
+)
 ARGUMENTS = ("max_steps", "per_device_train_batch_size")
 
 

@@ -25,7 +25,11 @@ def saved(folder) -> Path:
 
 def tensors_lost(folder):
     weights = saved(folder) / "model.safetensors"
-    save_file({k: v for k, v in load_file(weights).items() if ".hyper." not in k}, weights, {"format": "pt"})
+    save_file(
+        {k: v for k, v in load_file(weights).items() if ".hyper." not in k},
+        weights,
+        {"format": "pt"},
+    )
     AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -65,7 +69,9 @@ def on_engine(backend: str, dtype: torch.dtype):
 def plain_lora():
     from peft import LoraConfig, get_peft_model
 
-    get_peft_model(ha.patch_model(llama(), ha.ConeConfig()), LoraConfig(r=2, target_modules=["q_proj"]))
+    get_peft_model(
+        ha.patch_model(llama(), ha.ConeConfig()), LoraConfig(r=2, target_modules=["q_proj"])
+    )
 
 
 def in_float64():
@@ -106,7 +112,9 @@ def pattern(message: str) -> str:
     return "^" + re.escape(message).replace("…", ".+") + "$"
 
 
-@pytest.mark.parametrize("number", range(len(RAISED)), ids=[raise_it.__name__ for raise_it in RAISED])
+@pytest.mark.parametrize(
+    "number", range(len(RAISED)), ids=[raise_it.__name__ for raise_it in RAISED]
+)
 def test_raised(number, tmp_path):
     messages = [m for m in MESSAGES if m not in LOGGED_MESSAGES]
     with pytest.raises((ValueError, TypeError), match=pattern(messages[number])):

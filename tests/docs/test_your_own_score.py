@@ -59,7 +59,9 @@ def test_in_a_model(tmp_path):
 
 def test_every_block_is_run():
     run_here = ("scored_attention", "ScoreConfig", "check_mechanism", "# file: my_scores.py")
-    assert all(any(text in block for text in run_here) for block in BLOCKS) and len(BLOCKS) == len(run_here)
+    assert all(any(text in block for text in run_here) for block in BLOCKS) and len(BLOCKS) == len(
+        run_here
+    )
     assert set(NAMES) == set(MECHANISMS) & set(re.findall(r'@ha.score\("(\w+)"', PAGE))
 
 
@@ -83,7 +85,12 @@ def test_every_contract_of_the_others(name):
 
 
 def test_an_export_asks_for_the_module(tmp_path):
-    model = ha.patch_model(AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path)), ha.ScoreConfig("elliptic"))
+    model = ha.patch_model(
+        AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path)), ha.ScoreConfig("elliptic")
+    )
     model.save_pretrained(tmp_path / "patched")
-    assert export_remote_code(tmp_path / "patched", tmp_path / "exported").packages == ["hf_hyperattn", "my_scores"]
+    assert export_remote_code(tmp_path / "patched", tmp_path / "exported").packages == [
+        "hf_hyperattn",
+        "my_scores",
+    ]
     assert "import my_scores" in next((tmp_path / "exported").glob("modeling*.py")).read_text()

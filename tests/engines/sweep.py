@@ -17,7 +17,12 @@ from tests.oracles.cases import tensor
 CONES = {"umbral": ("umbral", "xi"), "penumbral": ("penumbral", "psi")}
 DISTANCES = ("geodesic", "squared_lorentz")
 SCORES = ("dot", *CONES, *DISTANCES)
-BLENDS = (None, None, *CONES, *DISTANCES)  # what is added to a dot product, with a gate; None: nothing
+BLENDS = (
+    None,
+    None,
+    *CONES,
+    *DISTANCES,
+)  # what is added to a dot product, with a gate; None: nothing
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -49,7 +54,10 @@ class Call:
         self.leaves = {name: t.to(self.dtype).double() for name, t in self.leaves.items()}
         for i, name in enumerate(("gate", "first", "second", "mu", "tau")):
             positive = tensor(heads, seed=seed + 10 + i).exp()
-            self.leaves[name] = {"gate": tensor(heads, seed=seed + 10), "mu": positive / max(n, m)}.get(name, positive)
+            self.leaves[name] = {
+                "gate": tensor(heads, seed=seed + 10),
+                "mu": positive / max(n, m),
+            }.get(name, positive)
         self.leaves |= {name: tensors[name] for name in ("sinks",) if name in tensors}
         self.tensors = tensors
 
@@ -85,8 +93,12 @@ class Call:
             what = pick.random()
             if what < 0.2:
                 k[:, :, j] = q[:, : k.shape[1], i]
-            elif what < 0.4:  # the query of the first head that attends to the key, and a little noise
-                noise = tensor(*k[:, :, j].shape, seed=pick.randrange(2**31), scale=10 ** pick.uniform(-5, -2))
+            elif (
+                what < 0.4
+            ):  # the query of the first head that attends to the key, and a little noise
+                noise = tensor(
+                    *k[:, :, j].shape, seed=pick.randrange(2**31), scale=10 ** pick.uniform(-5, -2)
+                )
                 k[:, :, j] = q[:, :: q.shape[1] // k.shape[1], i] + noise
             elif what < 0.7:
                 k[:, :, j] = k[:, :, other]

@@ -109,7 +109,9 @@ def test_huge_and_infinite_logits():
     (out, _), (expected, _) = both(run, (q, k, v))
     assert_close(out, expected, 1e-2, "logits of a million")
     k[0, 0, 3] = float("inf")
-    assert torch.equal(run(q, k, v).isnan(), run(*(t.double() for t in (q, k, v)), "reference").isnan())
+    assert torch.equal(
+        run(q, k, v).isnan(), run(*(t.double() for t in (q, k, v)), "reference").isnan()
+    )
 
 
 @pytest.mark.parametrize("queries", [549, 1], ids=["forward", "decoding"])
@@ -148,13 +150,17 @@ def test_one_key_alone_leaves_nothing_for_its_logit():
 def amx() -> bool:
     """Whether the CPU has tiles for bfloat16 and this process may use them, as Linux says; asks it for them."""
     info = Path("/proc/cpuinfo")
-    if "v4_bf16" not in native.levels() or not {"amx_tile", "amx_bf16"} <= set(info.read_text().split()):
+    if "v4_bf16" not in native.levels() or not {"amx_tile", "amx_bf16"} <= set(
+        info.read_text().split()
+    ):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-needs_amx = pytest.mark.skipif(not amx(), reason="needs AMX with bfloat16, and Linux's permission to use it")
+needs_amx = pytest.mark.skipif(
+    not amx(), reason="needs AMX with bfloat16, and Linux's permission to use it"
+)
 
 
 @needs_amx
@@ -181,13 +187,18 @@ def test_torch_and_the_engine_take_turns_with_tiles(count, threads):
             assert torch.equal(call(), alone[second]), (first, second)
 
 
-@pytest.mark.parametrize("shape", [(1, 5, 7, 3, 17), (1, 17, 270, 33, 40), (2, 70, 33, 80, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 5, 7, 3, 17), (1, 17, 270, 33, 40), (2, 70, 33, 80, 64)], ids=str
+)
 def test_what_earlier_calls_left_in_memory_is_not_added(shape):
     """Whole tiles are multiplied, also of pairs that a row has not; those are 0 on both sides."""
     heads, n, m, d, dv = shape
     tensors = qkv(1, heads, heads, n, m, d, dv, dtype=HALF)
     for length in (m, 300):
-        both(run, [torch.full_like(t[:, :, :1], torch.nan).expand(-1, -1, length, -1) for t in tensors])
+        both(
+            run,
+            [torch.full_like(t[:, :, :1], torch.nan).expand(-1, -1, length, -1) for t in tensors],
+        )
     (out, grads), (expected, exact) = both(run, tensors)
     assert_close(out, expected, 1e-2, "output")
     assert_gradients(grads, exact, 2e-2, "qkv")
@@ -196,7 +207,13 @@ def test_what_earlier_calls_left_in_memory_is_not_added(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "level, more",
-    [("v2", ""), ("v3", ""), ("v4", ""), ("v4_bf16", "-DHYPER_NO_TILES"), (native.BUILD, "-DHYPER_NO_TILES")],
+    [
+        ("v2", ""),
+        ("v3", ""),
+        ("v4", ""),
+        ("v4_bf16", "-DHYPER_NO_TILES"),
+        (native.BUILD, "-DHYPER_NO_TILES"),
+    ],
 )
 def test_without_the_instruction(level, more, monkeypatch, tmp_path):
     """Other CPUs take pairs or widen: the same results but for rounding."""
@@ -221,7 +238,9 @@ def test_without_the_instruction(level, more, monkeypatch, tmp_path):
             assert_close(out, here[name][0], 1e-2, name)
             assert_gradients(grads, [g.double() for g in here[name][1]], 2e-2, "qkv")
             assert_close(CALLS[name](*few, backend="cpu"), decoded[name], 1e-2, f"{name}, decoding")
-        q, k, v = qkv(batch=1, heads=2, lq=63, d=2, dtype=HALF, seed=13)  # logits of 1e10, whose last digit is 1,000
+        q, k, v = qkv(
+            batch=1, heads=2, lq=63, d=2, dtype=HALF, seed=13
+        )  # logits of 1e10, whose last digit is 1,000
         leaves = [t.detach().requires_grad_() for t in (q * 100, k * 100, v)]
         out = cone_attention(*leaves, backend="cpu", is_causal=True, **PAIRINGS["penumbral-xi"])
         assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), leaves))

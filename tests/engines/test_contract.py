@@ -30,7 +30,9 @@ class Nearness(Term):
     rows, columns, heads = 1, 1, 1
 
     def logits(self, dot, row, column, head, squared_distance=None):
-        squared = row[0] + column[0] - 2 * dot if squared_distance is None else squared_distance(None)
+        squared = (
+            row[0] + column[0] - 2 * dot if squared_distance is None else squared_distance(None)
+        )
         return -head[0] * squared
 
 
@@ -59,7 +61,9 @@ def score_of(q, k, beta, term=PLAIN):
 
 def plain_logits(q, k, beta):
     far = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return -beta[:, None, None] * torch.cdist(q, far, compute_mode="donot_use_mm_for_euclid_dist") ** 2
+    return (
+        -beta[:, None, None] * torch.cdist(q, far, compute_mode="donot_use_mm_for_euclid_dist") ** 2
+    )
 
 
 def inputs(lq=3, lk=4, heads=2, kv_heads=1, d=3):
@@ -87,7 +91,9 @@ def test_a_blend_adds_up_and_its_gate_learns(backend):
     q, k, v, beta, gate = inputs()
 
     def blend(q, k, v, beta, gate):
-        return attention(dot_score(q, k, 1.0).plus(nearness(q, k, beta, gate)), v, backend=backend)[0]
+        return attention(dot_score(q, k, 1.0).plus(nearness(q, k, beta, gate)), v, backend=backend)[
+            0
+        ]
 
     far = k.repeat_interleave(2, dim=1)
     logits = q @ far.mT + gate[:, None, None] * plain_logits(q, k, beta)
@@ -95,7 +101,9 @@ def test_a_blend_adds_up_and_its_gate_learns(backend):
     assert torch.autograd.gradcheck(blend, (q, k, v, beta, gate))
     zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     out = blend(q, k, v, beta, zero)
-    assert_close(out, torch.softmax(q @ far.mT, -1) @ v.repeat_interleave(2, dim=1), 1e-12, "at gate zero")
+    assert_close(
+        out, torch.softmax(q @ far.mT, -1) @ v.repeat_interleave(2, dim=1), 1e-12, "at gate zero"
+    )
     assert torch.autograd.grad(out.square().sum(), zero)[0].abs().min() > 0
 
 

@@ -71,7 +71,9 @@ def watched(monkeypatch):
 
 @needs_compiler
 @every_call
-@pytest.mark.parametrize("d, dv", [(64, 64), (7, 33), (256, 16), pytest.param(48, 96, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "d, dv", [(64, 64), (7, 33), (256, 16), pytest.param(48, 96, marks=pytest.mark.slow)]
+)
 def test_few_queries_against_many_keys(name, d, dv, watched):
     """Generation: statistics are read from keys; keys that coincide with the query included."""
     q, k, v = qkv(batch=2, heads=6, kv_heads=2, lq=2, lk=700, d=d, dv=dv, dtype=torch.float32)
@@ -107,7 +109,9 @@ def test_decoding_with_the_same_numbers_for_all_heads(more, backend, watched):
     assert watched == ["decode"]
     half = [t.bfloat16() for t in (q, k, v)]
     expected = F.cone_attention(*(t.double() for t in half), backend="reference", **more)
-    assert_close(F.cone_attention(*half, backend=backend, **more), expected, 1e-2, "in half precision")
+    assert_close(
+        F.cone_attention(*half, backend=backend, **more), expected, 1e-2, "in half precision"
+    )
     F.cone_attention(q, k, v.transpose(2, 3).contiguous().transpose(2, 3), backend=backend, **more)
     F.cone_attention(q, k, v.requires_grad_(), backend=backend, **more)  # learns
     assert watched == ["decode"] * 3 + ["operator"]
@@ -115,7 +119,9 @@ def test_decoding_with_the_same_numbers_for_all_heads(more, backend, watched):
 
 @needs_compiler
 @pytest.mark.parametrize("far", [0.02, 1.0, 60.0])  # the last are as far out as points can be
-@pytest.mark.parametrize("gate", [None, torch.tensor([0.0, 0.3, 1.0, -0.5])], ids=["whole", "gated"])
+@pytest.mark.parametrize(
+    "gate", [None, torch.tensor([0.0, 0.3, 1.0, -0.5])], ids=["whole", "gated"]
+)
 def test_decoding_midpoints(gate, far, watched, threads):
     """In the kernel as by columns in float64: sinks, rows that see nothing, values that are all the same."""
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=2, lk=700, d=24, dv=20, dtype=torch.float32)
@@ -126,10 +132,16 @@ def test_decoding_midpoints(gate, far, watched, threads):
     sinks, curvature = torch.linspace(-1, 1, 4), torch.linspace(0.5, 2, 4)
     for more, number in (({}, curvature), ({"sinks": sinks}, 1.0)):
         outputs = []
-        for dtype, backend in ((torch.float64, "reference"), (torch.float32, "cpu"), (torch.float32, "auto")):
+        for dtype, backend in (
+            (torch.float64, "reference"),
+            (torch.float32, "cpu"),
+            (torch.float32, "auto"),
+        ):
             c = number.to(dtype) if isinstance(number, torch.Tensor) else number
             average = einstein(c, 0.5, gate if gate is None else gate.to(dtype))
-            options = Options(mask, aggregation=average, **{name: x.to(dtype) for name, x in more.items()})
+            options = Options(
+                mask, aggregation=average, **{name: x.to(dtype) for name, x in more.items()}
+            )
             score = HyperbolicSpace("geodesic", 0.5, c, 1.0).score(q.to(dtype), k.to(dtype))
             outputs.append(attention(score, v.to(dtype), options, backend=backend)[0])
         allowed = 6e-5 * max(1.0, outputs[0].abs().max().item())
@@ -138,7 +150,9 @@ def test_decoding_midpoints(gate, far, watched, threads):
         assert more or not outputs[1][1, :, 0].any()
     threads(1)
     dispatch.RESOLVED.clear()
-    assert_close(attention(score, v, options, backend="cpu")[0], outputs[0], allowed, "on one thread")
+    assert_close(
+        attention(score, v, options, backend="cpu")[0], outputs[0], allowed, "on one thread"
+    )
     assert watched == ["decode"] * 5
 
 
@@ -146,10 +160,14 @@ def test_decoding_midpoints(gate, far, watched, threads):
 def test_averages_of_calls_that_learn_come_from_columns(watched):
     q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=1, lk=300, d=16, dtype=torch.float32)
     curvature = torch.full((4,), 0.7, requires_grad=True)
-    F.hyperbolic_attention(q, k, v, enable_gqa=True, curvature=curvature, backend="cpu").sum().backward()
+    F.hyperbolic_attention(
+        q, k, v, enable_gqa=True, curvature=curvature, backend="cpu"
+    ).sum().backward()
     exact = torch.full((4,), 0.7, dtype=torch.float64, requires_grad=True)
     wide = (t.double() for t in (q, k, v))
-    F.hyperbolic_attention(*wide, enable_gqa=True, curvature=exact, backend="reference").sum().backward()
+    F.hyperbolic_attention(
+        *wide, enable_gqa=True, curvature=exact, backend="reference"
+    ).sum().backward()
     assert watched == ["operator"]
     assert_close(curvature.grad, exact.grad, 1e-4, "gradient")
 
@@ -161,7 +179,9 @@ def test_a_plain_dot_product_leaves_sdpa_only_where_rounding_may_differ(watched)
     for options, taken in ((Options(), []), (Options(any_rounding=True), ["operator", "decode"])):
         for query in (q, few):
             out = attention(dot_score(query, k), v, options)[0]
-            assert_close(out, run(*(t.double() for t in (query, k, v)), "reference"), 1e-5, "output")
+            assert_close(
+                out, run(*(t.double() for t in (query, k, v)), "reference"), 1e-5, "output"
+            )
         attention(dot_score(q[:, :, :8], k[:, :, :8]), v[:, :, :8], options)  # too small to pay
         assert watched == taken
 
@@ -196,7 +216,9 @@ def test_threads_do_not_change_the_outcome(name, threads):
         threads(count)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out = CALLS[name](*leaves, backend="cpu")
-        found.setdefault(count, []).append([out.detach(), *torch.autograd.grad(out.cos().sum(), leaves)])
+        found.setdefault(count, []).append(
+            [out.detach(), *torch.autograd.grad(out.cos().sum(), leaves)]
+        )
     for one, two, again in zip(*found[1], *found[2], strict=True):
         assert torch.equal(two, again)
         assert_close(two, one, 1e-5 * max(1.0, float(one.abs().max())), name)
@@ -241,7 +263,9 @@ def test_norms(dtype):
         (norms(leaf, torch.float32), torch.linalg.vector_norm(exact, dim=-1)),
     ):
         assert_close(found, expected, 1e-4, "norms")
-        got, want = (torch.autograd.grad(t.sum(), x)[0] for t, x in ((found, leaf), (expected, exact)))
+        got, want = (
+            torch.autograd.grad(t.sum(), x)[0] for t, x in ((found, leaf), (expected, exact))
+        )
         assert_close(got, want, 1e-5 if dtype == torch.float32 else 0.1, "gradient")
     assert norms(torch.full((1, 1, 5000, 4), 1e25), torch.float32).isfinite().all()
 
@@ -249,7 +273,9 @@ def test_norms(dtype):
 @needs_compiler
 @pytest.mark.parametrize("spec", ["dot", "dot+*umbral_on_product"])
 def test_operator_passes_opcheck(spec):
-    q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=9, lk=12, d=8, dtype=torch.float32))
+    q, k, v = (
+        t.requires_grad_() for t in qkv(batch=1, heads=2, lq=9, lk=12, d=8, dtype=torch.float32)
+    )
     rows = [torch.rand(1, 2, 9, requires_grad=True) for _ in range(TERMS["umbral_on_product"].rows)]
     columns = [torch.rand(1, 2, 12, requires_grad=True) for _ in rows]
     numbers = [] if spec == "dot" else [*rows, *columns, *torch.ones(2, 2, requires_grad=True)]
@@ -308,7 +334,9 @@ def test_blocks_where_nothing_is_compiled(monkeypatch, tmp_path, caplog, off):
     monkeypatch.setattr(library, "TABLES", {})
     monkeypatch.setattr(library, "CORES", {})
     monkeypatch.setattr(dispatch, "RESOLVED", {})
-    monkeypatch.setenv(*(("HF_HYPERATTN_NATIVE", "0") if off == "turned off" else ("CXX", "/no/compiler")))
+    monkeypatch.setenv(
+        *(("HF_HYPERATTN_NATIVE", "0") if off == "turned off" else ("CXX", "/no/compiler"))
+    )
     native.load.cache_clear()
     cpu.log_once.cache_clear()
     dispatch.RESOLVED.clear()
@@ -327,7 +355,10 @@ def test_blocks_where_nothing_is_compiled(monkeypatch, tmp_path, caplog, off):
 def test_gradients_of_masks_come_from_the_blocks():
     q, k, v = qkv(batch=1, heads=2, lq=20, d=8, dtype=torch.float32)
     bias = torch.randn(1, 2, 20, 20, requires_grad=True)
-    found, expected = (torch.autograd.grad(run(q, k, v, b, bias=bias).cos().sum(), bias) for b in ("cpu", "reference"))
+    found, expected = (
+        torch.autograd.grad(run(q, k, v, b, bias=bias).cos().sum(), bias)
+        for b in ("cpu", "reference")
+    )
     assert_gradients(found, expected, 1e-4, ["bias"])
 
 

@@ -61,7 +61,10 @@ def test_functions_are_exact_to_the_last_digits_and_keep_nan(more, tmp_path, mon
     source.write_text(FUNCTIONS.format(header=library.HERE / "vectors.h"))
     compute, random = native.load("functions", source).compute, np.random.default_rng(0)
     for which, (exact, uniform, powers, sign) in enumerate(RANGES):
-        x = np.concatenate([random.uniform(*uniform, 2**14), 10 ** random.uniform(*powers, 2**14)]) * sign
+        x = (
+            np.concatenate([random.uniform(*uniform, 2**14), 10 ** random.uniform(*powers, 2**14)])
+            * sign
+        )
         x = np.concatenate([x, [NAN] * 64]).astype(np.float32)
         y = np.empty_like(x)
         compute(which, *(ctypes.c_void_p(t.ctypes.data) for t in (x, y)), ctypes.c_long(len(x)))
@@ -225,7 +228,9 @@ print("fine")
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_workers_forked_after_a_call_with_two_threads():
     """OpenMP's threads are not there after a fork: a worker of a DataLoader has one, and must not wait for others."""
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
 
 
@@ -236,7 +241,9 @@ def test_one_line_where_a_score_cannot_be_built(monkeypatch, caplog):
     assert library.core() is not None
     monkeypatch.setattr(library, "TABLES", {})
     monkeypatch.setattr(dispatch, "RESOLVED", {})
-    monkeypatch.setattr(library, "TEXT", "// otherwise\n" + library.TEXT)  # a library that is not there yet
+    monkeypatch.setattr(
+        library, "TEXT", "// otherwise\n" + library.TEXT
+    )  # a library that is not there yet
 
     def refuse():
         raise OSError(30, "Read-only file system", "a name")
@@ -265,9 +272,13 @@ def test_denormal_numbers_live_on():
     assert library.core() is not None
     assert float(torch.tensor(1e-40) * 1.0) > 0
     maps = Path("/proc/self/maps")
-    if maps.exists():  # one OpenMP for torch and for us: two would wait for each other's threads in turns
+    if (
+        maps.exists()
+    ):  # one OpenMP for torch and for us: two would wait for each other's threads in turns
         found = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
-        assert len([path for path in found if ".libs/" not in path]) <= 1  # other packages may bring their own
+        assert (
+            len([path for path in found if ".libs/" not in path]) <= 1
+        )  # other packages may bring their own
 
 
 # Steep scores.
@@ -303,7 +314,10 @@ def test_rows_of_one_key_have_no_gradient_of_rounding():
     tensors = [torch.randn(2, 4, 11, 8, generator=draw) for _ in range(4)]
     found = []
     for backend, dtype in (("cpu", torch.float32), ("reference", torch.float64)):
-        *leaves, pull = [t.to(dtype).requires_grad_() for t in (*tensors[:3], torch.linspace(0.7, 1.4, 4), tensors[3])]
+        *leaves, pull = [
+            t.to(dtype).requires_grad_()
+            for t in (*tensors[:3], torch.linspace(0.7, 1.4, 4), tensors[3])
+        ]
         more = dict(scale=1.0, distance="squared_lorentz", aggregation="mean", curvature=leaves[3])
         out = hyperbolic_attention(*leaves[:3], **more, backend=backend)
         found.append(torch.autograd.grad((out * pull).sum(), leaves))
@@ -316,8 +330,12 @@ def test_rows_of_one_key_have_no_gradient_of_rounding():
 def test_every_score_is_as_exact_with_the_instructions_of_older_cpus(level):
     """Outputs and gradients against float64, of all scores that are written in C++, in a process of that level."""
     tests = ["test_trace.py", "test_engine_kit.py", "test_cpu_hazards.py", "test_fuzz_gradients.py"]
-    which = "own_scores_are_as_exact or (test_contract and cpu) or rows_of_one_key or only_near_points"
-    environment = {n: x for n, x in os.environ.items() if not n.startswith("PYTEST")} | {native.SETTING: level}
+    which = (
+        "own_scores_are_as_exact or (test_contract and cpu) or rows_of_one_key or only_near_points"
+    )
+    environment = {n: x for n, x in os.environ.items() if not n.startswith("PYTEST")} | {
+        native.SETTING: level
+    }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", which]
         + [str(Path(__file__).parent / name) for name in tests],

@@ -6,7 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_hyperattn.engines import DOT, ENGINES, Options, PairScore, ScoreTerm, attention, dense, dispatch, dot_score
+from hf_hyperattn.engines import (
+    DOT,
+    ENGINES,
+    Options,
+    PairScore,
+    ScoreTerm,
+    attention,
+    dense,
+    dispatch,
+    dot_score,
+)
 from hf_hyperattn.engines.score import TERMS, learns
 from hf_hyperattn.functional import cone_attention
 from hf_hyperattn.mechanisms.cone.functional import cone_space
@@ -25,7 +35,9 @@ def compiled(request, monkeypatch):
 def chosen(batch, heads, n, m, training=False, weights=False, dot=False):
     q, k, v = qkv(batch=batch, heads=heads, lq=n, lk=m, d=4, dtype=torch.float32)
     q.requires_grad_(training)
-    score = dot_score(q, k) if dot else cone_space(q, "umbral", None, 1.0, 1.0, True, False).score(q, k)
+    score = (
+        dot_score(q, k) if dot else cone_space(q, "umbral", None, 1.0, 1.0, True, False).score(q, k)
+    )
     return dispatch.choose(score, v, Options(), weights)
 
 
@@ -71,7 +83,9 @@ def test_the_compiled_engine_is_not_built_for_a_toy(monkeypatch):
 
 def test_training_keeps_to_the_dense_engine_longer(monkeypatch):
     monkeypatch.setattr(dispatch.cpu, "supports", lambda *_: False)
-    assert chosen(1, 8, 32, 32) == "blockwise" and chosen(1, 8, 32, 32, training=True) == "reference"
+    assert (
+        chosen(1, 8, 32, 32) == "blockwise" and chosen(1, 8, 32, 32, training=True) == "reference"
+    )
     with torch.no_grad():  # parameters that want gradients do not get any here
         assert chosen(1, 8, 32, 32, training=True) == "blockwise"
 
@@ -86,11 +100,17 @@ def test_the_dense_engine_never_holds_a_large_matrix(compiled):
 
 
 def test_a_dot_product_goes_to_sdpa(compiled):
-    assert chosen(1, 8, 64, 64, dot=True) == "sdpa" and chosen(1, 8, 64, 64, dot=True, weights=True) == "reference"
+    assert (
+        chosen(1, 8, 64, 64, dot=True) == "sdpa"
+        and chosen(1, 8, 64, 64, dot=True, weights=True) == "reference"
+    )
 
 
 def test_a_bias_is_evaluated_in_compiled_tiles_and_columns_where_there_are_none(compiled):
-    (q, k, v), at = qkv(batch=1, heads=4, lq=64, d=4, dtype=torch.float32), torch.arange(64.0)[None, None]
+    (q, k, v), at = (
+        qkv(batch=1, heads=4, lq=64, d=4, dtype=torch.float32),
+        torch.arange(64.0)[None, None],
+    )
     number = torch.full((1,), 0.01)
     score = with_hype(dot_score(q, k), (at, at), number, number, "cosh", 64.0)
     assert dispatch.choose(score, v, Options(), False) == ("cpu" if compiled else "sdpa")
@@ -101,7 +121,9 @@ def test_every_shape_gives_the_same_result_by_auto(compiled, monkeypatch):
     monkeypatch.setitem(ENGINES, "cpu", ENGINES["blockwise"])
     monkeypatch.setattr(dispatch, "RESOLVED", {})
     for shape in ((3, 1, 22, 22), (1, 8, 32, 32), (1, 8, 33, 33), (1, 2, 1, 2048), (1, 2, 1, 2049)):
-        q, k, v = qkv(batch=shape[0], heads=shape[1], lq=shape[2], lk=shape[3], d=4, dtype=torch.float32)
+        q, k, v = qkv(
+            batch=shape[0], heads=shape[1], lq=shape[2], lk=shape[3], d=4, dtype=torch.float32
+        )
         exact = cone_attention(q.double(), k.double(), v.double(), backend="reference")
         assert (cone_attention(q, k, v) - exact).abs().max() < 1e-5
 
@@ -114,7 +136,9 @@ def test_few_queries_whose_products_are_of_a_part_are_of_another_kind(monkeypatc
     for width in (None, 5, None):
         term = ScoreTerm(DOT, lambda: q @ k.mT)
         out, _ = attention(PairScore(q, k, (term,), 1.0, width), v, backend="cpu")
-        assert torch.allclose(out, torch.softmax(q[..., :width] @ k[..., :width].mT, -1) @ v, atol=1e-5)
+        assert torch.allclose(
+            out, torch.softmax(q[..., :width] @ k[..., :width].mT, -1) @ v, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("place", ["row", "column", "head"])

@@ -24,7 +24,9 @@ def sparse(rule, query, key, value, **rest):
 
 
 def tied(query, key, value, **rest):
-    return F.hierarchical_attention(query, key, value, **KEY, is_causal=query.shape[2] == key.shape[2], **rest)
+    return F.hierarchical_attention(
+        query, key, value, **KEY, is_causal=query.shape[2] == key.shape[2], **rest
+    )
 
 
 def three_way(query, key, value, **rest):
@@ -48,7 +50,16 @@ FUNCTIONS = {
 #: Functions without the engine "cpu": those of HSA have kernels of their own.
 WITHOUT_KERNEL = ("hsa key", "hsa both", "talking_heads", "trilinear")
 #: Batch, queries and keys.
-SIZES = [(0, 1, 255), (0, 3, 600), (0, 100, 100), (0, 0, 0), (1, 0, 100), (1, 100, 0), (1, 1, 0), (2, 0, 0)]
+SIZES = [
+    (0, 1, 255),
+    (0, 3, 600),
+    (0, 100, 100),
+    (0, 0, 0),
+    (1, 0, 100),
+    (1, 100, 0),
+    (1, 1, 0),
+    (2, 0, 0),
+]
 
 
 def check_calls(call) -> None:
@@ -57,7 +68,8 @@ def check_calls(call) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for learns in (False, True):
                 inputs = [
-                    torch.ones(batch, 2, n, 16, dtype=dtype).requires_grad_(learns) for n in (queries, keys, keys)
+                    torch.ones(batch, 2, n, 16, dtype=dtype).requires_grad_(learns)
+                    for n in (queries, keys, keys)
                 ]
                 out = call(*inputs)
                 assert out.shape == inputs[0].shape and out.dtype == dtype

@@ -8,7 +8,9 @@ from hf_hyperattn.testing import ContractError, check_engine, engine_checks
 
 
 @pytest.mark.parametrize(
-    "check", [c for name in ("auto", "blockwise", "cpu", "reference") for c in engine_checks(name)], ids=str
+    "check",
+    [c for name in ("auto", "blockwise", "cpu", "reference") for c in engine_checks(name)],
+    ids=str,
 )
 def test_contract(check):
     check()
@@ -49,7 +51,11 @@ def refuses(score, value, options):
     [
         (no_mask, ContractError, "broken-dot product-masked-float64: the output is"),
         (no_gradient, ContractError, "the gradient of value is"),
-        (refuses, ContractError, "it is refused, which `refuses` does not expect: broken computes nothing"),
+        (
+            refuses,
+            ContractError,
+            "it is refused, which `refuses` does not expect: broken computes nothing",
+        ),
     ],
     indirect=["broken"],
 )

@@ -4,9 +4,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_hyperattn.engines import ENGINES, Options, attention, available_engines, dot_score, register_engine
+from hf_hyperattn.engines import (
+    ENGINES,
+    Options,
+    attention,
+    available_engines,
+    dot_score,
+    register_engine,
+)
 from tests.oracles import softmax
-from tests.oracles.cases import BACKENDS, DTYPES, TOLERANCE, assert_close, assert_gradients, qkv, tensor
+from tests.oracles.cases import (
+    BACKENDS,
+    DTYPES,
+    TOLERANCE,
+    assert_close,
+    assert_gradients,
+    qkv,
+    tensor,
+)
 from tests.oracles.marks import every_backend
 
 LENGTHS = [(6, 6), (5, 9), (9, 5), (560, 900)]
@@ -51,7 +66,12 @@ def test_half_precision_features_are_read_in_float32(backend, dtype):
 @pytest.mark.parametrize("scale", [None, 0.25, 1.0])
 def test_scale(backend, lq, lk, scale):
     q, k, v = qkv(batch=1, heads=2, lq=lq, lk=lk)
-    assert_close(run(q, k, v, backend, scale), F.scaled_dot_product_attention(q, k, v, scale=scale), 1e-12, "output")
+    assert_close(
+        run(q, k, v, backend, scale),
+        F.scaled_dot_product_attention(q, k, v, scale=scale),
+        1e-12,
+        "output",
+    )
 
 
 @every_backend
@@ -110,7 +130,11 @@ def test_everything_together(backend, shape, kind):
     """Cap, then bias, then what is hidden, then sinks."""
     q, k, v = qkv(batch=2, heads=3, lq=5, lk=7, scale=2.0)
     bias, keep = tensor(*shape, seed=70, scale=2.0), tensor(2, 3, 5, 7, seed=71) < 0.6
-    mask = keep if kind == "bool" else torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, -torch.inf)
+    mask = (
+        keep
+        if kind == "bool"
+        else torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, -torch.inf)
+    )
     asked = {"mask": mask, "bias": bias, "softcap": 1.5, "window": 4, "offset": 1}
     sinks = tensor(3, seed=72)
     got = run(q, k, v, backend, is_causal=True, sinks=sinks, **asked)
@@ -118,10 +142,14 @@ def test_everything_together(backend, shape, kind):
 
 
 @every_backend
-@pytest.mark.parametrize("shape", [(1, 2, 3, 4), (2, 1, 3, 4), (3, 4), (1, 1, 1, 4), (1, 2, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 3, 4), (2, 1, 3, 4), (3, 4), (1, 1, 1, 4), (1, 2, 3, 1)], ids=str
+)
 def test_gradcheck_of_features_bias_and_sinks(backend, shape):
     q, k, v = qkv(batch=2, heads=2, kv_heads=1, lq=3, lk=4, d=3)
-    inputs = [t.clone().requires_grad_() for t in (q, k, v, tensor(*shape, seed=73), tensor(2, seed=74))]
+    inputs = [
+        t.clone().requires_grad_() for t in (q, k, v, tensor(*shape, seed=73), tensor(2, seed=74))
+    ]
 
     def call(q, k, v, bias, sinks):
         return run(q, k, v, backend, bias=bias, sinks=sinks, softcap=2.0, is_causal=True, window=3)
@@ -134,7 +162,10 @@ def test_gradcheck_of_features_bias_and_sinks(backend, shape):
 def test_gradients_equal_sdpa_over_many_blocks(backend, causal):
     """The bias and a per-head mask get theirs too, summed where they were broadcast."""
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=350, lk=490, d=8)
-    inputs = [t.clone().requires_grad_() for t in (q, k, v, tensor(1, 4, 350, 490, seed=75), tensor(2, 1, 1, 490))]
+    inputs = [
+        t.clone().requires_grad_()
+        for t in (q, k, v, tensor(1, 4, 350, 490, seed=75), tensor(2, 1, 1, 490))
+    ]
     got = run(*inputs[:3], backend, bias=inputs[3], mask=inputs[4], is_causal=causal)
     total = inputs[3] + inputs[4]
     if causal:
@@ -162,7 +193,11 @@ def test_returned_weights_are_the_softmax(backend, sinks):
     total = weights.sum(-1)
     assert not total[0, :, 3].any(), "a row that sees nothing has no weights"
     seen = keep.any(-1).expand(2, 2, 5)
-    assert (total[seen] < 1).all() if sinks is not None else torch.allclose(total[seen], torch.ones(()).double())
+    assert (
+        (total[seen] < 1).all()
+        if sinks is not None
+        else torch.allclose(total[seen], torch.ones(()).double())
+    )
 
 
 def test_weights_are_returned_only_on_request():

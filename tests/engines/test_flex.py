@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def triangle(n, m):
-    return create_block_mask(lambda b, h, i, j: j <= i, B=None, H=None, Q_LEN=n, KV_LEN=m, device="cpu")
+    return create_block_mask(
+        lambda b, h, i, j: j <= i, B=None, H=None, Q_LEN=n, KV_LEN=m, device="cpu"
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -37,7 +39,9 @@ def test_umbral(causal):
 
     mask = triangle(37, 37) if causal else None
     flexible = flex_attention(xq, xk, v, score_mod=score, block_mask=mask, scale=1.0)
-    ours = cone_attention(q, k, v, is_causal=causal, gamma=gamma, radius=radius, backend="blockwise")
+    ours = cone_attention(
+        q, k, v, is_causal=causal, gamma=gamma, radius=radius, backend="blockwise"
+    )
     assert_close(ours, flexible, 1e-5, "output")
 
 

@@ -110,11 +110,15 @@ class Case:
         g, shape = self.generator, (1, heads, length, d)
         smooth = torch.randn(shape, generator=g, dtype=torch.float64) * self.scale
         x = torch.where(
-            torch.rand(shape, generator=g) < 0.5, ROUND[torch.randint(len(ROUND), shape, generator=g)], smooth
+            torch.rand(shape, generator=g) < 0.5,
+            ROUND[torch.randint(len(ROUND), shape, generator=g)],
+            smooth,
         )
         x[..., -1] = torch.where(torch.rand(shape[:-1], generator=g) < 0.4, 1.0, x[..., -1])
         x[torch.rand(shape[:-1], generator=g) < 0.1] = 0.0
-        short = torch.rand(shape[:-1], generator=g) < 0.2  # x_d = 1 is short only beside small coordinates
+        short = (
+            torch.rand(shape[:-1], generator=g) < 0.2
+        )  # x_d = 1 is short only beside small coordinates
         x[..., :-1] *= torch.where(short, 2.0**-6, 1.0)[..., None]
         return x.bfloat16().double()
 
@@ -123,14 +127,24 @@ class Case:
         leaves = []
         for i, t in enumerate(self.inputs):
             if moved:
-                t = t + torch.randn(t.shape, generator=self.generator, dtype=t.dtype) * t.abs().amax() * moved
+                t = (
+                    t
+                    + torch.randn(t.shape, generator=self.generator, dtype=t.dtype)
+                    * t.abs().amax()
+                    * moved
+                )
             half = dtype == torch.bfloat16 and i >= 3
             leaves.append(t.to(torch.float32 if half else dtype).requires_grad_())
         q, k, v, *parameters = leaves
-        call = dict(query=q, key=k, value=v, is_causal=self.causal, enable_gqa=True, backend=backend)
+        call = dict(
+            query=q, key=k, value=v, is_causal=self.causal, enable_gqa=True, backend=backend
+        )
         out = SCORES[self.name][0](parameters, **call)
         grads = torch.autograd.grad((out.double() * self.pull).sum(), leaves, allow_unused=True)
-        return [out.detach().double(), *(torch.zeros(()) if x is None else x.double() for x in grads)]
+        return [
+            out.detach().double(),
+            *(torch.zeros(()) if x is None else x.double() for x in grads),
+        ]
 
     def check(self) -> int:
         """Raise where an engine is off; returns at how many kinks one may be."""
@@ -166,18 +180,24 @@ class Case:
         pull = pull * torch.randn(pull.shape, generator=self.generator, dtype=pull.dtype)
         slopes = torch.autograd.grad((logits * pull).sum(), leaves, allow_unused=True)
         found = [torch.zeros_like(exact[0])] + [
-            torch.zeros_like(x) if g is None else torch.full_like(x, float(g.abs().max()) * ROUNDING)
+            torch.zeros_like(x)
+            if g is None
+            else torch.full_like(x, float(g.abs().max()) * ROUNDING)
             for x, g in zip(exact[1:], slopes, strict=True)
         ]
         for _ in range(16):
             moved = self.run("reference", torch.float64, moved=ROUNDING)
-            found = [torch.maximum(f, (a - b).abs()) for f, a, b in zip(found, moved, exact, strict=True)]
+            found = [
+                torch.maximum(f, (a - b).abs()) for f, a, b in zip(found, moved, exact, strict=True)
+            ]
         return found
 
 
 def fuzz(name: str, seeds: range) -> None:
     kinks = [Case(name, seed).check() for seed in seeds]
-    assert sum(k > 0 for k in kinks) <= 0.2 * len(kinks) + 1, "more than every fifth case is at a kink"
+    assert sum(k > 0 for k in kinks) <= 0.2 * len(kinks) + 1, (
+        "more than every fifth case is at a kink"
+    )
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -223,7 +243,11 @@ def test_near_points_lose_no_more_than_by_the_definition(name):
             )
             for backend in ENGINES
         }
-        assert max(off.values()) <= max(TOLERANCE[torch.float32], 4 * off["reference"]), (width, noise, off)
+        assert max(off.values()) <= max(TOLERANCE[torch.float32], 4 * off["reference"]), (
+            width,
+            noise,
+            off,
+        )
 
 
 @pytest.mark.parametrize(
@@ -235,12 +259,22 @@ def test_queries_and_keys_have_their_gradients_where_only_near_points_are(name, 
     case.causal = False
     draw = lambda *shape: torch.randn(shape, generator=case.generator, dtype=torch.float64)
     base = base * draw(1, 1, 1, 16)
-    query, key, value = base + apart * draw(1, 2, 16, 16), base + apart * draw(1, 1, 70, 16), draw(1, 1, 70, 16)
-    case.inputs[:3], case.pull = [t.float().double() for t in (query, key, value)], draw(1, 2, 16, 16)
+    query, key, value = (
+        base + apart * draw(1, 2, 16, 16),
+        base + apart * draw(1, 1, 70, 16),
+        draw(1, 1, 70, 16),
+    )
+    case.inputs[:3], case.pull = (
+        [t.float().double() for t in (query, key, value)],
+        draw(1, 2, 16, 16),
+    )
     exact = case.run("reference", torch.float64)
     for backend in ("blockwise", "cpu"):
         found = case.run(backend, torch.float32)
-        off = [float((a - b).abs().max() / b.abs().max()) for a, b in list(zip(found, exact, strict=True))[1:3]]
+        off = [
+            float((a - b).abs().max() / b.abs().max())
+            for a, b in list(zip(found, exact, strict=True))[1:3]
+        ]
         assert max(off) <= 2e-3, (backend, off)
 
 
@@ -281,7 +315,16 @@ def test_a_last_number_of_one_has_a_finite_gradient(name, backend, dtype):
 
 def test_every_score_with_a_function_is_here():
     scored = {n for n in dir(functional) if n.endswith("_attention")} - {
-        *("hierarchical_attention", "mkl_attention", "talking_heads_attention", "trilinear_attention"),
-        *("edge_attention", "scored_attention", "sparse_attention"),  # of any score, or of fewer pairs
+        *(
+            "hierarchical_attention",
+            "mkl_attention",
+            "talking_heads_attention",
+            "trilinear_attention",
+        ),
+        *(
+            "edge_attention",
+            "scored_attention",
+            "sparse_attention",
+        ),  # of any score, or of fewer pairs
     }
     assert scored == {"cone_attention", "hyperbolic_attention", "hype_attention"}

@@ -45,9 +45,13 @@ def test_gradients_of_points_that_nearly_coincide(name, backend, dtype):
 
 @HALVES
 @pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize("config", [ConeConfig(), HyperbolicConfig(aggregation="mean")], ids=lambda c: c.mechanism)
+@pytest.mark.parametrize(
+    "config", [ConeConfig(), HyperbolicConfig(aggregation="mean")], ids=lambda c: c.mechanism
+)
 def test_gradients_of_a_blend_of_points_that_nearly_coincide(config, backend, dtype):
-    layer = get_mechanism(config.mechanism).layer(config, Host("host", 2, 2, False, False, 0), "blend")
+    layer = get_mechanism(config.mechanism).layer(
+        config, Host("host", 2, 2, False, False, 0), "blend"
+    )
     with torch.no_grad():
         layer.gate.fill_(0.7)
 
@@ -61,7 +65,9 @@ def test_gradients_of_a_blend_of_points_that_nearly_coincide(config, backend, dt
 
     tensors = close_pairs(dtype)
     exact = gradients(run("reference"), torch.float64, tensors)
-    assert_gradients([g.double() for g in gradients(run(backend), dtype, tensors)], exact, 6e-2, "qkv")
+    assert_gradients(
+        [g.double() for g in gradients(run(backend), dtype, tensors)], exact, 6e-2, "qkv"
+    )
 
 
 def test_nothing_is_copied_without_need():

@@ -78,7 +78,8 @@ def test_processes_that_build_at_once(place):
     path = source(place, 1)
     code = f"print(native.load('add', Path({str(path)!r})).add(2, 3))"
     runs = [
-        subprocess.Popen([sys.executable, "-c", ALONE + code], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", ALONE + code], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     assert [run.communicate(timeout=240)[0].strip() for run in runs] == ["6"] * 2
     assert sorted(p.suffix for p in (place / "built").iterdir()) == [".lock", ".sha256", ".so"]
@@ -158,7 +159,9 @@ def test_a_lock_goes_with_its_holder(place):
 
 def test_only_a_compiler_is_needed(place, monkeypatch):
     """Not ninja, nor torch's headers, nor anything of an activated environment."""
-    compiler = shutil.which(native.compiler()[0]) if built_here() else pytest.skip("no C++ compiler")
+    compiler = (
+        shutil.which(native.compiler()[0]) if built_here() else pytest.skip("no C++ compiler")
+    )
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
     monkeypatch.setitem(sys.modules, "ninja", None)
@@ -169,12 +172,15 @@ def test_only_a_compiler_is_needed(place, monkeypatch):
 # what lies in the cache is checked before it is loaded
 
 DAMAGE = {
-    "truncated": lambda library: library.write_bytes(library.read_bytes()[: library.stat().st_size // 2]),
+    "truncated": lambda library: library.write_bytes(
+        library.read_bytes()[: library.stat().st_size // 2]
+    ),
     "empty": lambda library: library.write_bytes(b""),
     "garbled": lambda library: library.write_bytes(garbled(library.read_bytes())),
     "of another source": lambda library: shutil.copy(planted(library), library),
     "of another source, with its checksum": lambda library: [
-        shutil.copy(planted(library).with_suffix(end), library.with_suffix(end)) for end in (".so", ".sha256")
+        shutil.copy(planted(library).with_suffix(end), library.with_suffix(end))
+        for end in (".so", ".sha256")
     ],
     "without checksum": lambda library: library.with_suffix(".sha256").unlink(),
     "open to others": lambda library: [
@@ -229,7 +235,9 @@ def test_a_bad_library_is_built_anew_and_never_loaded(place, damage):
     DAMAGE[damage](library)
     # in a process of its own: before, some of these killed it
     code = f"print(native.load('add', Path({str(path)!r})).add(2, 3))"
-    done = subprocess.run([sys.executable, "-c", ALONE + code], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE + code], capture_output=True, text=True, timeout=240
+    )
     assert (done.returncode, done.stdout) == (0, "12\n"), done.stderr
     assert library.read_bytes()[:64] == whole[:64] and native.is_intact(library)
 
@@ -266,7 +274,12 @@ def test_nothing_is_loaded_from_a_directory_that_others_may_fill(place, monkeypa
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         assert native.load("add", path) is None
     (line,) = [record.getMessage() for record in caplog.records]
-    assert message in line and "HF_HYPERATTN_BUILD_DIR" in line and "mode 700" in line and "\n" not in line
+    assert (
+        message in line
+        and "HF_HYPERATTN_BUILD_DIR" in line
+        and "mode 700" in line
+        and "\n" not in line
+    )
 
 
 COMPILERS = {
@@ -298,7 +311,9 @@ def test_a_compiler_that_compiles_nothing_leaves_nothing(place, monkeypatch, cap
         assert native.load("add", source(place, 10)).add(2, 3) == 15
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("mount"), reason="mounts")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0 or not shutil.which("mount"), reason="mounts"
+)
 def test_nothing_is_compiled_where_nothing_may_run(place, monkeypatch, caplog):
     (place / "built").mkdir(mode=0o700)
     if os.system(f"mount -t tmpfs -o noexec,mode=700 tmpfs {place / 'built'} 2>/dev/null") != 0:
@@ -332,12 +347,17 @@ V2, V3, V4 = (native.LEVELS[name][0] for name in ("v2", "v3", "v4"))
 
 
 @pytest.mark.parametrize(
-    "flags, levels", [("fpu", []), (V2, ["v2"]), (f"{V2} {V3} {V4}", ["v2", "v3", "v4"]), (f"{V2} {V4}", ["v2"])]
+    "flags, levels",
+    [("fpu", []), (V2, ["v2"]), (f"{V2} {V3} {V4}", ["v2", "v3", "v4"]), (f"{V2} {V4}", ["v2"])],
 )
 def test_a_level_needs_those_before_it(flags, levels, monkeypatch):
     lines = f"processor : 0\nflags : {flags}\n\nprocessor : 1\nflags : {flags}\n"
     monkeypatch.setattr(native, "open", lambda *_: io.StringIO(lines), raising=False)
-    for machine, found in (("x86_64", levels), ("aarch64", ["armv8"]), ("riscv64", [])):  # it may be emulated
+    for machine, found in (
+        ("x86_64", levels),
+        ("aarch64", ["armv8"]),
+        ("riscv64", []),
+    ):  # it may be emulated
         monkeypatch.setattr(native.platform, "machine", lambda machine=machine: machine)
         assert native.levels.__wrapped__() == found
 
@@ -347,7 +367,9 @@ def test_the_best_level_of_the_wheel_is_taken(monkeypatch):
     monkeypatch.setattr(native, "levels", lambda: ["v2", "v3", "v4"])
     for carried, taken in (("v2 v3", "v3"), ("v2 v3 v4 v4_bf16", "v4"), ("v4_bf16", None)):
         libraries = dict.fromkeys(carried.split(), "")
-        monkeypatch.setattr(native, "manifest", lambda libraries=libraries: {"libraries": libraries})
+        monkeypatch.setattr(
+            native, "manifest", lambda libraries=libraries: {"libraries": libraries}
+        )
         assert native.level() == taken
 
 
@@ -363,7 +385,12 @@ def carried(place, monkeypatch):
     path.write_text(ADD.replace("OFFSET", "100"))
     shutil.copy(native.built("made", [path]), made)
     sources = ["engines/cpu/core.cpp", "engines/native.py"]
-    said = {"names": ["add"], "sources": sources, "fingerprint": native.fingerprint(sources), "scores": {}}
+    said = {
+        "names": ["add"],
+        "sources": sources,
+        "fingerprint": native.fingerprint(sources),
+        "scores": {},
+    }
     said["libraries"] = {"v2": hashlib.sha256(made.read_bytes()).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(said))
     monkeypatch.setattr(native, "PREBUILT", folder)
@@ -388,7 +415,9 @@ def test_what_the_wheel_carries_is_taken_without_a_compiler(place, carried, monk
     assert loaded(place, "another") is None
 
 
-@pytest.mark.parametrize("wish, result, tuned", [("v2", 105, "x86-64-v2"), ("build", 8, "native"), ("0", None, "")])
+@pytest.mark.parametrize(
+    "wish, result, tuned", [("v2", 105, "x86-64-v2"), ("build", 8, "native"), ("0", None, "")]
+)
 def test_which_library_is_taken(place, carried, monkeypatch, wish, result, tuned):
     monkeypatch.setenv("HF_HYPERATTN_NATIVE", wish)
     assert loaded(place) == result
@@ -397,12 +426,18 @@ def test_which_library_is_taken(place, carried, monkeypatch, wish, result, tuned
 
 
 @pytest.mark.parametrize("wish", ["v3", "v9", "fast"])
-def test_a_level_that_is_not_there_is_refused_in_one_line(place, carried, monkeypatch, caplog, wish):
+def test_a_level_that_is_not_there_is_refused_in_one_line(
+    place, carried, monkeypatch, caplog, wish
+):
     monkeypatch.setenv("HF_HYPERATTN_NATIVE", wish)
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         assert loaded(place) is None
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"HF_HYPERATTN_NATIVE={wish!r}" in line and "allowed: 0, 1, build, v2" in line and "\n" not in line
+    assert (
+        f"HF_HYPERATTN_NATIVE={wish!r}" in line
+        and "allowed: 0, 1, build, v2" in line
+        and "\n" not in line
+    )
     assert line.endswith("the plain torch way is used")
 
 
@@ -421,11 +456,17 @@ def test_a_damaged_wheel_is_never_loaded(place, carried, monkeypatch, caplog, wh
         assert [loaded(place), loaded(place, "another")] == [8, 8]
     (line,) = [record.getMessage() for record in caplog.records]
     expected = {"not there": "No such file", "sources": "are not those"}
-    assert expected.get(what, "is damaged") in line and line.endswith("kernels are built anew") and "\n" not in line
+    assert (
+        expected.get(what, "is damaged") in line
+        and line.endswith("kernels are built anew")
+        and "\n" not in line
+    )
 
 
 def test_a_source_names_no_path_of_the_installation():
-    text = library.text_of("dot+*umbral_on_product", True, "", "1 cone umbral xi squared=True clamp=False")
+    text = library.text_of(
+        "dot+*umbral_on_product", True, "", "1 cone umbral xi squared=True clamp=False"
+    )
     assert '#include "engines/cpu/score.h"' in text and str(native.PACKAGE.parent) not in text
 
 
@@ -435,7 +476,9 @@ def test_one_line_says_that_something_is_built(place, monkeypatch, capfd):
     native.built("add", [path])
     native.built("add", [path])
     (line,) = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(r"hf_hyperattn: compiling add for this CPU, once, into .*/built \.\.\. \d+\.\d s", line)
+    assert re.fullmatch(
+        r"hf_hyperattn: compiling add for this CPU, once, into .*/built \.\.\. \d+\.\d s", line
+    )
     monkeypatch.setattr(native.logger, "level", logging.ERROR)
     native.logger.manager._clear_cache()
     native.built("other", [path])

@@ -59,13 +59,17 @@ def test_every_dtype_forward_and_backward(dtype):
     )
     assert got[0].dtype == dot_score(q, k).query.dtype and got[1].dtype == dtype
     assert_close(got[0], exact[0], TOLERANCE[dtype], "output")
-    assert_gradients(got[1:], exact[1:], {torch.float64: 1e-9, torch.float32: 2e-3}.get(dtype, 6e-2), "qkv")
+    assert_gradients(
+        got[1:], exact[1:], {torch.float64: 1e-9, torch.float32: 2e-3}.get(dtype, 6e-2), "qkv"
+    )
 
 
 def test_values_of_another_dtype():
     q, k, v = qkv(1, 2, lq=N, d=8, dtype=torch.float32)
     got, _ = attention(dot_score(q, k), v.bfloat16(), backend="sdpa")
-    assert_close(got, attention(dot_score(q, k), v.bfloat16(), backend="reference")[0], 1e-5, "output")
+    assert_close(
+        got, attention(dot_score(q, k), v.bfloat16(), backend="reference")[0], 1e-5, "output"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -76,7 +80,12 @@ def test_an_added_mask_beside_values_of_another_dtype(n, dtype, backend):
     q, k, v = qkv(1, 2, lq=n, lk=M, d=8, dtype=torch.float32)
     options = Options(mask=tensor(1, 1, n, M, seed=4, dtype=torch.float32))
     got, _ = attention(dot_score(q, k), v.to(dtype), options, backend=backend)
-    assert_close(got, attention(dot_score(q, k), v.to(dtype), options, backend="reference")[0], 1e-5, "output")
+    assert_close(
+        got,
+        attention(dot_score(q, k), v.to(dtype), options, backend="reference")[0],
+        1e-5,
+        "output",
+    )
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-45])
@@ -84,7 +93,10 @@ def test_columns_are_not_divided_by_nothing(scale):
     q, k, v = qkv(1, 2, lq=N, d=8, dtype=torch.float32)
     with pytest.raises(ValueError, match="backend='sdpa' cannot compute this call: its scale is 0"):
         hype_attention(q, k, v, mu=0.1, tau=1.0, scale=scale, backend="sdpa")
-    got, want = (hype_attention(q, k, v, mu=0.1, tau=1.0, scale=scale, backend=b) for b in ("auto", "reference"))
+    got, want = (
+        hype_attention(q, k, v, mu=0.1, tau=1.0, scale=scale, backend=b)
+        for b in ("auto", "reference")
+    )
     assert_close(got, want, 1e-5, "output")
 
 
@@ -102,10 +114,14 @@ def test_a_score_with_other_features_is_not_taken_for_its_source():
 def low_rank(n, m, gate=None, scale=1.0):
     """A piece of rank 2 with a number a row, as dense logits and as columns."""
     left, right, row = (
-        tensor(*shape, seed=s) * scale for s, shape in enumerate([(1, 4, n, 2), (1, 1, m, 2), (1, 4, n)])
+        tensor(*shape, seed=s) * scale
+        for s, shape in enumerate([(1, 4, n, 2), (1, 1, m, 2), (1, 4, n)])
     )
     return ScoreTerm(
-        DOT, lambda: left @ right.mT + row[..., None], gate=gate, low_rank_factors=lambda: (left, right, row)
+        DOT,
+        lambda: left @ right.mT + row[..., None],
+        gate=gate,
+        low_rank_factors=lambda: (left, right, row),
     )
 
 
@@ -119,7 +135,9 @@ def test_columns_are_added_to_the_product(n, gate, terms):
     for _ in range(terms):
         score = score.plus(low_rank(n, M, gate))
     exact, _ = attention(score, v, Options(is_causal=True), backend="reference")
-    assert_close(attention(score, v, Options(is_causal=True), backend="sdpa")[0], exact, 1e-12, "output")
+    assert_close(
+        attention(score, v, Options(is_causal=True), backend="sdpa")[0], exact, 1e-12, "output"
+    )
 
 
 @pytest.mark.parametrize("dtype", MEETINGS)
@@ -146,8 +164,12 @@ HINDRANCES = {
 def test_what_it_cannot_do_is_refused_and_auto_goes_elsewhere(what):
     q, k, v = qkv(1, 4, lq=N, lk=M, d=6)
     score = dot_score(q, k)
-    assert unsupported_reason(score, v, HINDRANCES[what]) and not supports(score, v, HINDRANCES[what])
-    with pytest.raises(ValueError, match="backend='sdpa' cannot compute this call: .*; use backend='auto'") as caught:
+    assert unsupported_reason(score, v, HINDRANCES[what]) and not supports(
+        score, v, HINDRANCES[what]
+    )
+    with pytest.raises(
+        ValueError, match="backend='sdpa' cannot compute this call: .*; use backend='auto'"
+    ) as caught:
         attention(score, v, HINDRANCES[what], backend="sdpa")
     assert "\n" not in str(caught.value)
     exact, _ = attention(score, v, HINDRANCES[what], backend="reference")
@@ -159,10 +181,15 @@ def test_auto_takes_it_for_dot_products_alone():
     score, plain = dot_score(q, k), Options(is_causal=True)
     assert choose(score, v, plain, weights=False) == "sdpa"
     assert choose(score, v, plain, weights=True) == "reference"
-    assert choose(score, v, Options(dropout_p=0.5), weights=False) == "blockwise"  # there it stores all pairs
+    assert (
+        choose(score, v, Options(dropout_p=0.5), weights=False) == "blockwise"
+    )  # there it stores all pairs
     assert choose(score.weighted(torch.ones(4)), v, plain, weights=False) == "blockwise"
     assert (
-        choose(score.plus(ScoreTerm(DOT, lambda: score.query @ score.key.mT)), v, plain, weights=False) == "blockwise"
+        choose(
+            score.plus(ScoreTerm(DOT, lambda: score.query @ score.key.mT)), v, plain, weights=False
+        )
+        == "blockwise"
     )
     few = dot_score(q[:, :, :3], k[:, :, :3])
     assert choose(few, v[:, :, :3], plain, weights=False) == "reference"
@@ -170,7 +197,9 @@ def test_auto_takes_it_for_dot_products_alone():
 
 def test_nothing_visible_and_no_keys():
     q, k, v = (t.requires_grad_() for t in qkv(1, 4, lq=N, d=6))
-    out, _ = attention(dot_score(q, k), v, Options(mask=torch.zeros(N, N, dtype=torch.bool)), backend="sdpa")
+    out, _ = attention(
+        dot_score(q, k), v, Options(mask=torch.zeros(N, N, dtype=torch.bool)), backend="sdpa"
+    )
     assert not out.any() and not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
     out, _ = attention(dot_score(q, k[:, :, :0]), v[:, :, :0])
     assert out.shape == q.shape and not out.any()

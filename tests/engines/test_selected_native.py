@@ -57,7 +57,11 @@ def visible(rules, chosen, queries, keys, offset, start, stop):
     for rule, pages in zip(rules, chosen, strict=True):
         mask = (key < rule.sinks) | (key > place - rule.near)
         if rule.page:
-            opening = (place // rule.chunk * rule.chunk - rule.near + 1).clamp(min=0) // rule.page * rule.page
+            opening = (
+                (place // rule.chunk * rule.chunk - rule.near + 1).clamp(min=0)
+                // rule.page
+                * rule.page
+            )
             mask = (key < rule.sinks) | (key >= opening)
             first = max(0, offset - start) // rule.chunk
             of = pages[(place.clamp(min=0) // rule.chunk - first).squeeze(1)]
@@ -66,16 +70,22 @@ def visible(rules, chosen, queries, keys, offset, start, stop):
     return torch.stack(seen)
 
 
-def defined(q, k, v, rules, chosen, offset, spans, softcap=None, window=None, sinks=None, bias=None):
+def defined(
+    q, k, v, rules, chosen, offset, spans, softcap=None, window=None, sinks=None, bias=None
+):
     """The definition in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     lengths = q.shape[2], k.shape[2], offset
     pages = chosen.of_heads()
     spans = enumerate(zip(*spans, strict=True))
-    mask = torch.stack([visible(rules, [of[b] for of in pages], *lengths, *span) for b, span in spans])
+    mask = torch.stack(
+        [visible(rules, [of[b] for of in pages], *lengths, *span) for b, span in spans]
+    )
     if window is not None:
-        mask = mask & (torch.arange(k.shape[2]) > torch.arange(q.shape[2])[:, None] + offset - window)
+        mask = mask & (
+            torch.arange(k.shape[2]) > torch.arange(q.shape[2])[:, None] + offset - window
+        )
     logits = q.double() @ k.mT * q.shape[-1] ** -0.5
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logits = logits if bias is None else logits + bias.double()[:, :, None]
@@ -83,7 +93,9 @@ def defined(q, k, v, rules, chosen, offset, spans, softcap=None, window=None, si
     some = mask.any(-1, keepdim=True)
     logits = torch.where(some, logits, 0.0)
     if sinks is not None:
-        logits = torch.cat([logits, sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)], -1)
+        logits = torch.cat(
+            [logits, sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)], -1
+        )
     return torch.where(some, logits.softmax(-1)[..., : k.shape[2]], 0.0) @ v
 
 
@@ -109,10 +121,15 @@ def some_pages(rules, queries, keys, offset, spans, alike=False):
     chosen = Lists(torch.full((len(starts), places), -1, dtype=torch.int32), shapes)
     for rule, of_head in zip(rules, chosen.of_heads(), strict=True):
         for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            first, order = max(0, offset - start) // rule.chunk, torch.randperm(keys // (rule.page or keys))
+            first, order = (
+                max(0, offset - start) // rule.chunk,
+                torch.randperm(keys // (rule.page or keys)),
+            )
             for i, to in enumerate(of_head[b]):
                 opening = min(max(0, (first + i) * rule.chunk - rule.near + 1), stop - start)
-                pages = torch.randperm(opening // rule.page)[: int(torch.randint(0, len(to) + 1, ()))]
+                pages = torch.randperm(opening // rule.page)[
+                    : int(torch.randint(0, len(to) + 1, ()))
+                ]
                 if alike and i % 3:
                     pages = order[order < opening // rule.page][: len(to)]
                 to[: len(pages)] = pages
@@ -141,19 +158,28 @@ def choices(q, k, rules, offset, earlier, start, stop):
             first = chunk * rule.chunk
             own, before = range(first, first + rule.chunk), range(first - rule.chunk, first)
             reads = {"own": own, "first": own[:1], "previous": before, "chunk": own}[BY[rule.by]]
-            real = [p for p in reads if p < stop - start] or reads  # what padding alone chooses, nobody sees
+            real = [
+                p for p in reads if p < stop - start
+            ] or reads  # what padding alone chooses, nobody sees
             rows = [p - offset + start for p in real if 0 <= p - offset + start < q.shape[1]]
             by = q[h, rows].double().mean(0)
             if rule.channels:
-                largest = sorted(range(len(by)), key=lambda e, by=by: -abs(float(by[e])))[: rule.channels]
-                by = torch.tensor([float(x) * (e in largest) for e, x in enumerate(by)], dtype=by.dtype)
+                largest = sorted(range(len(by)), key=lambda e, by=by: -abs(float(by[e])))[
+                    : rule.channels
+                ]
+                by = torch.tensor(
+                    [float(x) * (e in largest) for e, x in enumerate(by)], dtype=by.dtype
+                )
             scored = []
             for page in range(len(k[h]) // rule.page):
                 of = k[h, page * rule.page : (page + 1) * rule.page]
                 low, high, mean = of.amin(0), of.amax(0), of.mean(0)
                 score = torch.maximum(by * low, by * high).sum() if rule.bounds else by @ mean
                 end = (page + 1) * rule.page
-                if end > rule.sinks and end <= max(0, first - rule.near + 1) // rule.page * rule.page:
+                if (
+                    end > rule.sinks
+                    and end <= max(0, first - rule.near + 1) // rule.page * rule.page
+                ):
                     scored.append((-float(score), page))
             yield h, chunk - lowest // rule.chunk, {page for _, page in sorted(scored)[: rule.top]}
 
@@ -162,7 +188,9 @@ def choices(q, k, rules, offset, earlier, start, stop):
 def test_choice_is_that_of_the_definition(name):
     queries, keys, offset, d, _, spans = SHAPES[name]
     earlier = min(offset, 31)
-    q = torch.randint(-2, 3, (2, 8, queries + earlier, d)).float()  # sums are exact, and many scores equal
+    q = torch.randint(
+        -2, 3, (2, 8, queries + earlier, d)
+    ).float()  # sums are exact, and many scores equal
     k = torch.randint(-2, 3, (2, 2, keys, d)).float()
     k[:, :, 20:40] = k[:, :, :20]
     spans = spans or ([0] * 2, [keys] * 2)
@@ -186,7 +214,9 @@ SCORES = {
     "one apart": lambda n: torch.cat([torch.full((n - 1,), -3.0), torch.tensor([3e38])]),
     "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, 0.0, -0.0),
     "equal but for a few": lambda n: torch.where(torch.rand(n) < 3 / n, torch.randn(n), 2.0),
-    "no numbers": lambda n: torch.where(torch.rand(n) < 0.3, torch.nan, torch.randint(-2, 3, (n,)).float()),
+    "no numbers": lambda n: torch.where(
+        torch.rand(n) < 0.3, torch.nan, torch.randint(-2, 3, (n,)).float()
+    ),
 }
 
 
@@ -195,10 +225,16 @@ def test_the_largest_scores_are_found_and_of_equal_ones_the_first(kind):
     """NaN counts as the largest."""
     for n in (2, 17, 31, 32, 33, 40, 300, 1025, 5000):
         score = SCORES[kind](n)
-        order = sorted(range(n), key=lambda i: (not score[i].isnan(), -float(score[i].nan_to_num()), i))
-        key = torch.cat([score, torch.zeros(1)])[None, None, :, None]  # the last one is the query's own
+        order = sorted(
+            range(n), key=lambda i: (not score[i].isnan(), -float(score[i].nan_to_num()), i)
+        )
+        key = torch.cat([score, torch.zeros(1)])[
+            None, None, :, None
+        ]  # the last one is the query's own
         for top in {1, 2, n // 50 + 1, n // 8 + 1, n // 2, n - 1, n, n + 1}:
-            chosen = chosen_pages(torch.ones(1, 1, 1, 1), key, [HeadRule(1, page=1, top=top)], offset=n).rows.flatten()
+            chosen = chosen_pages(
+                torch.ones(1, 1, 1, 1), key, [HeadRule(1, page=1, top=top)], offset=n
+            ).rows.flatten()
             found = [place for place in chosen.tolist() if place >= 0]
             assert len(found) == min(top, n) and set(found) == set(order[:top]), (n, top)
 
@@ -221,7 +257,9 @@ def test_gradient_is_that_of_the_definition(name, round_numbers):
     out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
     grad = torch.randn(out.shape)
     got = torch.autograd.grad(out, (q, k, v), grad)
-    expected = torch.autograd.grad(defined(q, k, v, rules, chosen, offset, spans), (q, k, v), grad.double())
+    expected = torch.autograd.grad(
+        defined(q, k, v, rules, chosen, offset, spans), (q, k, v), grad.double()
+    )
     for g, e in zip(got, expected, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
 
@@ -249,7 +287,10 @@ def test_any_rules_at_any_place(pick):
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
     grad = torch.randn(out.shape)
-    found = torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad.double())
+    found = (
+        torch.autograd.grad(out, (q, k, v), grad),
+        torch.autograd.grad(expected, (q, k, v), grad.double()),
+    )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -262,7 +303,9 @@ def test_any_rules_at_any_place(pick):
             if rule.page and (place := row + offset - start) >= 0:
                 to[b, 0] = pages[b, place // rule.chunk - max(0, offset - start) // rule.chunk]
     with torch.no_grad():
-        one = selected_attention(q[:, :, row : row + 1], k, v, rules, alone, spans=spans, offset=offset + row)
+        one = selected_attention(
+            q[:, :, row : row + 1], k, v, rules, alone, spans=spans, offset=offset + row
+        )
         torch.set_num_threads(2)
         threaded = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
         torch.set_num_threads(1)
@@ -273,9 +316,16 @@ def test_any_rules_at_any_place(pick):
 @pytest.mark.parametrize("clipped", ["sinks", "padding"])
 def test_a_few_last_queries_whose_pages_are_cut(clipped):
     """Twenty queries: of the last four one chose another page, which the other three do not see, or see of it less."""
-    rule, stop = HeadRule(1, 4 if clipped == "sinks" else 0, page=16, chunk=1, top=2), 116 - 9 * (clipped == "padding")
+    rule, stop = (
+        HeadRule(1, 4 if clipped == "sinks" else 0, page=16, chunk=1, top=2),
+        116 - 9 * (clipped == "padding"),
+    )
     q, k, v = (torch.randn(1, 1, n, 64) for n in (20, 116, 116))
-    last = [[0, 2]] * 19 + [[0, -1]] if clipped == "sinks" else [[0, 5]] * 17 + [[0, 2], [5, 2], [2, -1]]
+    last = (
+        [[0, 2]] * 19 + [[0, -1]]
+        if clipped == "sinks"
+        else [[0, 5]] * 17 + [[0, 2], [5, 2], [2, -1]]
+    )
     chosen = some_pages([rule], 20, 116, 96, ([0], [stop]))
     chosen.rows.fill_(-1)
     chosen.rows[:, :40] = torch.tensor(last).flatten()
@@ -328,7 +378,11 @@ def test_what_is_no_number_stays_seen():
     q, k, v, rules, chosen, offset, spans = inputs("square")
     q[0, :, 50] = float("nan")
     out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
-    assert out[0, :, 50].isnan().all() and not out[0, :, :50].isnan().any() and not out[1].isnan().any()
+    assert (
+        out[0, :, 50].isnan().all()
+        and not out[0, :, :50].isnan().any()
+        and not out[1].isnan().any()
+    )
 
 
 def test_as_many_rules_as_heads():
@@ -355,17 +409,40 @@ def test_the_operator_is_registered_as_one():
     q, k, v, rules, chosen, offset, spans = inputs("later")
     flat = [n for rule in rules for n in rule]
     bias = torch.randn(len(q), len(rules), k.shape[2])
-    arguments = q, k, v, chosen.rows, flat, [*spans[0], *spans[1]], offset, 0.1, 2.0, 30, torch.randn(len(rules)), bias
+    arguments = (
+        q,
+        k,
+        v,
+        chosen.rows,
+        flat,
+        [*spans[0], *spans[1]],
+        offset,
+        0.1,
+        2.0,
+        30,
+        torch.randn(len(rules)),
+        bias,
+    )
     torch.library.opcheck(forward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [level for level in ("v2", "v3", "v4") if level in native.levels()])
+@pytest.mark.parametrize(
+    "level", [level for level in ("v2", "v3", "v4") if level in native.levels()]
+)
 def test_other_instruction_sets(level):
-    names = "-k", "definition or bfloat16 or gradient or choice or any_rules", "-m", "not slow", "-q"
+    names = (
+        "-k",
+        "definition or bfloat16 or gradient or choice or any_rules",
+        "-m",
+        "not slow",
+        "-q",
+    )
     names += "-p", "no:cacheprovider"
     command = [sys.executable, "-m", "pytest", __file__, *names]
-    done = subprocess.run(command, env={**os.environ, "HF_HYPERATTN_NATIVE": level}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "HF_HYPERATTN_NATIVE": level}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -414,7 +491,9 @@ def test_pages_beyond_the_window_are_no_candidates(window):
             end = (chunk + 1) * rule.chunk
             assert all(page * rule.page >= end - window for page in chosen)
             opening = max(0, chunk * rule.chunk - rule.near + 1) // (rule.page or 1)
-            least = max(rule.sinks // (rule.page or 1), -(-max(0, end - window) // (rule.page or 1)))
+            least = max(
+                rule.sinks // (rule.page or 1), -(-max(0, end - window) // (rule.page or 1))
+            )
             if rule.page and chunk * rule.chunk < 90:
                 assert len(chosen) == min(rule.top, max(0, opening - least))
 

@@ -51,7 +51,9 @@ def check(q, k, v, bound, below, backend):
     plain = dense.softmax_average(expected(*leaves[:2], below), leaves[2])
     assert_close(out, plain, 1e-4, "output")
     weight = tensor(*out.shape, seed=124).float()
-    grads = [torch.autograd.grad((o * weight).sum(), leaves, allow_unused=True) for o in (out, plain)]
+    grads = [
+        torch.autograd.grad((o * weight).sum(), leaves, allow_unused=True) for o in (out, plain)
+    ]
     for found, wanted, leaf in zip(*grads, leaves, strict=True):
         wanted = torch.zeros_like(leaf) if wanted is None else wanted
         assert_close(found, wanted, 1e-4 * max(1.0, float(wanted.abs().max())), "gradient")
@@ -59,7 +61,9 @@ def check(q, k, v, bound, below, backend):
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("batch, heads, kv_heads, lq, lk", [*MANY_BLOCKS, (2, 4, 2, 5, 7)], ids=str)
-def test_single_pairs_are_taken_from_differences(backend, batch, heads, kv_heads, lq, lk, monkeypatch):
+def test_single_pairs_are_taken_from_differences(
+    backend, batch, heads, kv_heads, lq, lk, monkeypatch
+):
     monkeypatch.setattr(tiles, "FEW", 1)  # never whole tiles
     q, k, v = qkv(batch, heads, kv_heads, lq, lk, d=4, seed=120, dtype=torch.float32)
     bound = tensor(heads, seed=121).abs().float()

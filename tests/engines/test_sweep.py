@@ -14,7 +14,10 @@ from tests.engines.sweep import Call
 FEW, MANY, PART = 15, 2000, 100
 #: Of the output; of gradients as a share of the largest. The second pair where points coincide (ties).
 TOLERANCE = {
-    torch.float64: ((1e-9, 1e-7), (1e-6, 1e-5)),  # penumbral: no distance is taken for less than 1e-6
+    torch.float64: (
+        (1e-9, 1e-7),
+        (1e-6, 1e-5),
+    ),  # penumbral: no distance is taken for less than 1e-6
     torch.float32: ((2e-4, 2e-3), (5e-3, 2e-2)),
     torch.bfloat16: ((3e-2, 6e-2), (3e-2, 6e-2)),
     torch.float16: ((3e-2, 6e-2), (3e-2, 6e-2)),
@@ -28,7 +31,9 @@ FLOOR, NOISE = (
 ONE = [int(os.environ["SWEEP_SEED"])] if "SWEEP_SEED" in os.environ else None
 
 
-def computed(call: Call, backend: str, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def computed(
+    call: Call, backend: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The output and the gradients of all inputs."""
     x = call.inputs(dtype)
     score, options = call.pair_score(x), call.option(x)
@@ -36,8 +41,12 @@ def computed(call: Call, backend: str, dtype: torch.dtype) -> tuple[torch.Tensor
         pytest.skip("not for sdpa")
     out, _ = attention(score, x["value"], options, backend=backend)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).cos()
-    found = torch.autograd.grad((out * weight.to(out.dtype)).sum(), list(x.values()), allow_unused=True)
-    return out.detach().double(), {n: None if g is None else g.double() for n, g in zip(x, found, strict=True)}
+    found = torch.autograd.grad(
+        (out * weight.to(out.dtype)).sum(), list(x.values()), allow_unused=True
+    )
+    return out.detach().double(), {
+        n: None if g is None else g.double() for n, g in zip(x, found, strict=True)
+    }
 
 
 def complaints(seed: int) -> list[str]:
@@ -55,9 +64,13 @@ def complaints(seed: int) -> list[str]:
         noise = max(FLOOR, NOISE * (batch * n * m * width) ** 0.5)
         for name, g in grads.items():
             if g is not None:
-                many = 1 if g.dim() > 1 else 5  # numbers of heads multiply what is left with a whole score
+                many = (
+                    1 if g.dim() > 1 else 5
+                )  # numbers of heads multiply what is left with a whole score
                 off = slope_allowed * max(float(g.abs().max()), many * noise)
-                row = g.shape[-1] / g.numel() if g.dim() == 4 and g.numel() else 0.0  # a pair on a kink turns one row
+                row = (
+                    g.shape[-1] / g.numel() if g.dim() == 4 and g.numel() else 0.0
+                )  # a pair on a kink turns one row
                 found += compare(f"gradient of {name}", slopes[name], g, off, max(STRAY, row))
         if found:
             return [f"seed {seed}, {backend}: {call}", *found]
@@ -69,14 +82,18 @@ def engines() -> list[str]:
     return [e for e in ENGINES if e != "reference" and (e != "triton" or torch.cuda.is_available())]
 
 
-def compare(what: str, got: torch.Tensor, expected: torch.Tensor, allowed: float, stray: float) -> list[str]:
+def compare(
+    what: str, got: torch.Tensor, expected: torch.Tensor, allowed: float, stray: float
+) -> list[str]:
     """A line if two tensors differ."""
     if got is None or not torch.isfinite(got).all():
         return [f"  {what}: " + ("missing" if got is None else "not finite")]
     error = (got - expected).abs()
     share = (error > allowed).double().mean().item() if error.numel() else 0.0
     if share > stray or (share and error.max() > 25 * allowed):
-        return [f"  {what}: off by {error.max():.2g}, a share of {share:.2g} by more than {allowed:.2g}"]
+        return [
+            f"  {what}: off by {error.max():.2g}, a share of {share:.2g} by more than {allowed:.2g}"
+        ]
     return []
 
 
@@ -95,13 +112,27 @@ def test_many_random_calls(start):
 
 def test_a_call_is_the_same_for_a_seed():
     one, other = Call(3), Call(3)
-    assert str(one) == str(other) and all(torch.equal(t, other.leaves[n]) for n, t in one.leaves.items())
+    assert str(one) == str(other) and all(
+        torch.equal(t, other.leaves[n]) for n, t in one.leaves.items()
+    )
 
 
 def test_calls_cover_what_there_is():
     calls = [Call(seed) for seed in range(200)]
-    assert {call.score for call in calls} >= {"dot", "umbral", "penumbral", "geodesic", "squared_lorentz"}
-    assert {call.blend for call in calls} >= {None, "umbral", "penumbral", "geodesic", "squared_lorentz"}
+    assert {call.score for call in calls} >= {
+        "dot",
+        "umbral",
+        "penumbral",
+        "geodesic",
+        "squared_lorentz",
+    }
+    assert {call.blend for call in calls} >= {
+        None,
+        "umbral",
+        "penumbral",
+        "geodesic",
+        "squared_lorentz",
+    }
     asked = {name for call in calls for name in (*call.options, *call.tensors)}
     assert asked == {"is_causal", "window", "offset", "softcap", "mask", "bias", "sinks"}
     assert any(call.ties for call in calls) and any(call.hype for call in calls)

@@ -64,11 +64,18 @@ class Every(Term):
     def logits(self, dot, row, column, head, squared_distance=None):
         (a, b), (c, d), (s, t) = row, column, head
         u, apart = a - c, (b - d).abs()
-        out = torch.maximum(dot, u) + torch.minimum(dot, c) - torch.maximum(u, -u) + dot.sign() * 0.1
+        out = (
+            torch.maximum(dot, u) + torch.minimum(dot, c) - torch.maximum(u, -u) + dot.sign() * 0.1
+        )
         out = out + where(u > 0, self.guarded(u > 0, u.abs()).sqrt(), 0.5 * u)
         out = out + where(apart <= 0, dot.detach() * u, self.guarded(apart > 0, apart).log())
         out = (
-            out + torch.cosh(dot) - torch.sinh(s * u) + torch.tanh(dot / 2) + torch.sigmoid(-t * dot) + (-apart).exp()
+            out
+            + torch.cosh(dot)
+            - torch.sinh(s * u)
+            + torch.tanh(dot / 2)
+            + torch.sigmoid(-t * dot)
+            + (-apart).exp()
         )
         out = (
             out
@@ -76,12 +83,30 @@ class Every(Term):
             - torch.log1p(apart)
             + torch.expm1(0.3 * u)
         )
-        out = out + F.softplus(dot) + torch.rsqrt(1 + u * u) + (2 + dot**2).reciprocal() - 1 / (3 + u**4) + s**3
-        out = out + self.clamp(dot, -0.5, 0.5) + self.clamp(u, -0.25, None) - self.clamp(c, None, 0.25)
+        out = (
+            out
+            + F.softplus(dot)
+            + torch.rsqrt(1 + u * u)
+            + (2 + dot**2).reciprocal()
+            - 1 / (3 + u**4)
+            + s**3
+        )
+        out = (
+            out
+            + self.clamp(dot, -0.5, 0.5)
+            + self.clamp(u, -0.25, None)
+            - self.clamp(c, None, 0.25)
+        )
         out = out + F.relu(dot - a) + (1 + apart) ** -1.5
-        out = torch.addcmul(u, dot, t, value=-0.5).neg_().sub_(out).neg_() + 0.5 * u.square() - (1 - dot) * (a >= c)
+        out = (
+            torch.addcmul(u, dot, t, value=-0.5).neg_().sub_(out).neg_()
+            + 0.5 * u.square()
+            - (1 - dot) * (a >= c)
+        )
         mask = ((u < 0) & ~(dot > 0)) | (apart == 0)
-        return out.masked_fill(mask.logical_and(dot != 0), 0.25) + where(mask, torch.zeros_like(u), u / 3)
+        return out.masked_fill(mask.logical_and(dot != 0), 0.25) + where(
+            mask, torch.zeros_like(u), u / 3
+        )
 
 
 EVERY, SAFE = (TERMS.setdefault(t.name, t) for t in (Every(False), Every(True)))
@@ -111,7 +136,9 @@ def every_score(term, q, k, a, b, c, d, s, t):
 
 def outcome(score_of, inputs, dtype, backend, options=None):
     """The output and all gradients; of inputs and statistics, values third."""
-    leaves = [t.float().to(dtype).requires_grad_() for t in inputs]  # the same numbers in every dtype
+    leaves = [
+        t.float().to(dtype).requires_grad_() for t in inputs
+    ]  # the same numbers in every dtype
     q, k, v, *numbers = leaves
     out, _ = attention(score_of(q, k, *numbers), v, options, backend=backend)
     weight = tensor(*out.shape, seed=97).to(dtype)
@@ -136,7 +163,15 @@ def test_the_graph_of_every_operator_has_the_logits_and_gradients_of_autograd():
     row, column = [x[0, 0, :, None] for x in numbers[:2]], [x[0, 0, None] for x in numbers[2:4]]
     head, dot = [x[:1, None] for x in numbers[4:]], (q @ k.mT)[0, 0]
     pairs = [x.expand(dot.shape).clone().requires_grad_() for x in (dot, *row, *column, *head)]
-    names = [("dot", 0), ("row", 0), ("row", 1), ("column", 0), ("column", 1), ("head", 0), ("head", 1)]
+    names = [
+        ("dot", 0),
+        ("row", 0),
+        ("row", 1),
+        ("column", 0),
+        ("column", 1),
+        ("head", 0),
+        ("head", 1),
+    ]
     expected = SAFE.logits(pairs[0], pairs[1:3], pairs[3:5], pairs[5:])
     wanted = torch.autograd.grad(expected.sum(), pairs)
     with torch.no_grad():
@@ -164,7 +199,12 @@ def test_every_operator_that_is_allowed_is_tested():
     with tracer:
         EVERY.logits(x[0], x[1:3], x[3:5], x[5:])
         # forms of constants, which a tile of pairs has in other shapes
-        y = torch.ones_like(x[0]) + torch.full_like(x[0], 2.0) + x[0].clone() + where(x[0] > 0, x[0], 0.0)
+        y = (
+            torch.ones_like(x[0])
+            + torch.full_like(x[0], 2.0)
+            + x[0].clone()
+            + where(x[0] > 0, x[0], 0.0)
+        )
         y = y + (x[0] > 0).logical_or(x[1] > 0).logical_not().double()
     assert set(trace.OPERATORS) == called
     assert not tracer.node(y).is_mask
@@ -176,7 +216,9 @@ def test_a_term_with_every_operator_on_each_engine(backend):
     dtype = torch.float32 if backend == "cpu" else torch.float64
     inputs = every_inputs()
     expected = outcome(partial(every_score, SAFE), inputs, torch.float64, "reference")
-    found = outcome(partial(every_score, SAFE if backend == "reference" else EVERY), inputs, dtype, backend)
+    found = outcome(
+        partial(every_score, SAFE if backend == "reference" else EVERY), inputs, dtype, backend
+    )
     tolerances = (2e-6, 4e-6) if backend == "cpu" else (1e-12, 1e-11)
     check(found, expected, *tolerances)
 
@@ -207,7 +249,10 @@ def test_vector_functions_are_exact():
     """Between the numbers given and at them, and what they are at the edges."""
     loop = "for (long j = 0; j < n; j += kLanes) store(x + j, {}(load(x + j)));"
     names = [cpp for cpp, *_ in FUNCTIONS.values()]
-    calls = "\n".join(f'extern "C" void f{i}(float* x, long n) {{ {loop.format(n)} }}' for i, n in enumerate(names))
+    calls = "\n".join(
+        f'extern "C" void f{i}(float* x, long n) {{ {loop.format(n)} }}'
+        for i, n in enumerate(names)
+    )
     text = f'#include "{library.SCORE.as_posix()}"\nusing namespace hyper;\n{calls}\n'
     built = native.load("test_functions", text, library.SCORE, *library.SHARED)
     for i, (name, (_, spots, exact, tolerance)) in enumerate(FUNCTIONS.items()):
@@ -232,7 +277,11 @@ class Outsider(Term):
     def logits(self, dot, row, column, head, squared_distance=None):
         (inverse_q, at_q), (inverse_k, at_k), (cap, c, slope) = row, column, head
         far = (at_q - at_k).detach().abs()
-        return cap * torch.tanh(dot / cap) + c * dot * inverse_q * inverse_k - slope.exp() * torch.log1p(far)
+        return (
+            cap * torch.tanh(dot / cap)
+            + c * dot * inverse_q * inverse_k
+            - slope.exp() * torch.log1p(far)
+        )
 
 
 @pytest.fixture
@@ -259,7 +308,9 @@ def outsider(monkeypatch):
                 - slope_.exp() * torch.log1p(distance)
             )
 
-        return PairScore(q, k, (ScoreTerm(term, definition, row=row, column=column, head=(cap, c, slope)),))
+        return PairScore(
+            q, k, (ScoreTerm(term, definition, row=row, column=column, head=(cap, c, slope)),)
+        )
 
     return score
 
@@ -269,7 +320,14 @@ def outsider_inputs(n, m):
     k[:, :, 5] = q[:, :1, 3]
     k[:, :, 6] = q[:, 1:, 4] * (1 + 1e-6)
     q[:, :, 7] = k[:, :, 8] = 0
-    return [q, k, v, torch.tensor([5.0, 30.0]), torch.tensor([0.7, -1.3]), torch.tensor([-1.0, -4.0])]
+    return [
+        q,
+        k,
+        v,
+        torch.tensor([5.0, 30.0]),
+        torch.tensor([0.7, -1.3]),
+        torch.tensor([-1.0, -4.0]),
+    ]
 
 
 @needs_compiler
@@ -308,7 +366,10 @@ class Divided(Term):
     name, rows, columns, heads = "divided_for_test", 1, 1, 1
 
     def logits(self, dot, row, column, head, squared_distance=None):
-        return torch.maximum(dot / column[0], row[0] * head[0] / column[0]) + dot * (row[0] + head[0]) / column[0]
+        return (
+            torch.maximum(dot / column[0], row[0] * head[0] / column[0])
+            + dot * (row[0] + head[0]) / column[0]
+        )
 
 
 DIVIDED = TERMS.setdefault(Divided.name, Divided())
@@ -324,7 +385,9 @@ def test_what_is_beyond_the_keys_reaches_no_gradient_and_nan_is_not_lost(nan, ca
         q[0, 0, 4, 1] = row[0, 1, 6] = math.nan
 
     def score(q, k, row, column, head):
-        logits = lambda: DIVIDED.logits(q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]])
+        logits = lambda: DIVIDED.logits(
+            q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]]
+        )
         return PairScore(q, k, (ScoreTerm(DIVIDED, logits, (row,), (column,), (head,)),))
 
     inputs, options = [q, k, v, row, column, torch.tensor([0.5, -1.0])], Options(is_causal=causal)
@@ -351,7 +414,9 @@ ENDS = TERMS.setdefault(Ends.name, Ends())
 @needs_compiler
 @every_backend
 def test_a_derivative_that_reads_the_logits(backend):
-    score = lambda q, k: PairScore(q, k, (ScoreTerm(ENDS, lambda: ENDS.logits(q @ k.mT, (), (), ())),))
+    score = lambda q, k: PairScore(
+        q, k, (ScoreTerm(ENDS, lambda: ENDS.logits(q @ k.mT, (), (), ())),)
+    )
     inputs = qkv(batch=1, heads=2, lq=21, lk=21, d=3, seed=102)
     expected = outcome(score, inputs, torch.float64, "reference")
     dtype, tolerance = (torch.float32, 2e-6) if backend == "cpu" else (torch.float64, 1e-12)
@@ -381,8 +446,19 @@ def outcome_of(function, inputs, dtype):
 @first_always(
     "name, blend",
     [
-        *[("umbral", False), ("geodesic", True), ("hype_sinh", True), ("hype_cosh", True), ("umbral", True)],
-        *[("geodesic", False), ("penumbral", False), ("penumbral", True), ("penumbral_squared", False)],
+        *[
+            ("umbral", False),
+            ("geodesic", True),
+            ("hype_sinh", True),
+            ("hype_cosh", True),
+            ("umbral", True),
+        ],
+        *[
+            ("geodesic", False),
+            ("penumbral", False),
+            ("penumbral", True),
+            ("penumbral_squared", False),
+        ],
         *[("penumbral_squared", True), ("squared_lorentz", False), ("squared_lorentz", True)],
     ],
 )
@@ -460,7 +536,11 @@ def test_a_term_that_reads_distances_must_say_how_they_are_made():
         name, rows, columns = "reads_for_test", 1, 1
 
         def logits(self, dot, row, column, head, squared_distance=None):
-            return 2 * dot - row[0] - column[0] if squared_distance is None else -squared_distance(None)
+            return (
+                2 * dot - row[0] - column[0]
+                if squared_distance is None
+                else -squared_distance(None)
+            )
 
     with pytest.raises(trace.Untraceable, match="and is no DistanceTerm"):
         emit_cpp.functor(Reads())
@@ -498,7 +578,11 @@ def test_the_text_is_part_of_what_a_library_is_kept_under(outsider):
 @first_always("name", ["geodesic", "umbral", "penumbral"])
 def test_weighted_scores_that_read_distances_are_compiled(name):
     """As multiple kernel learning weighs them."""
-    inputs = [*own_inputs(name, True), tensor(1, 4, 96, seed=103).abs(), tensor(1, 4, 120, seed=104).abs()]
+    inputs = [
+        *own_inputs(name, True),
+        tensor(1, 4, 96, seed=103).abs(),
+        tensor(1, 4, 120, seed=104).abs(),
+    ]
 
     def plain(q, k, v, *numbers):
         *numbers, row, column = numbers
@@ -511,4 +595,6 @@ def test_weighted_scores_that_read_distances_are_compiled(name):
         assert cpu.supports(score, v, Options())
         return attention(score, v, Options(is_causal=True), backend="cpu")[0]
 
-    check(outcome_of(run, inputs, torch.float32), outcome_of(plain, inputs, torch.float64), 2e-6, 1e-5)
+    check(
+        outcome_of(run, inputs, torch.float32), outcome_of(plain, inputs, torch.float64), 2e-6, 1e-5
+    )

@@ -27,7 +27,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
     pytest.param(
         "cpu",
-        marks=pytest.mark.skipif(not INTERPRETED, reason="runs with TRITON_INTERPRET=1, see test_triton_modes.py"),
+        marks=pytest.mark.skipif(
+            not INTERPRETED, reason="runs with TRITON_INTERPRET=1, see test_triton_modes.py"
+        ),
     ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
@@ -47,7 +49,18 @@ def untuned(monkeypatch):
     monkeypatch.setenv("HF_HYPERATTN_TRITON_TUNE", "0")
 
 
-def inputs(device, batch=1, heads=2, kv_heads=None, n=36, m=40, d=16, dv=None, dtype=torch.float32, scale=1.5):
+def inputs(
+    device,
+    batch=1,
+    heads=2,
+    kv_heads=None,
+    n=36,
+    m=40,
+    d=16,
+    dv=None,
+    dtype=torch.float32,
+    scale=1.5,
+):
     """Leaves that want gradients, on the device."""
     kv_heads, dv = kv_heads or heads, dv or d
     shapes = (batch, heads, n, d), (batch, kv_heads, m, d), (batch, kv_heads, m, dv)
@@ -99,7 +112,9 @@ def test_half_precision(device, name, dtype):
 
 @devices
 @pytest.mark.parametrize(
-    "widths", some([(24, 40), (40, 24), (64, 64), (80, 16), (96, 128), (256, 24)], [(24, 40)]), ids=str
+    "widths",
+    some([(24, 40), (40, 24), (64, 64), (80, 16), (96, 128), (256, 24)], [(24, 40)]),
+    ids=str,
 )
 def test_head_dimensions(device, widths):
     d, dv = widths
@@ -126,9 +141,13 @@ OPTIONS = {
         sinks=torch.tensor([0.5, -40.0], device=d).requires_grad_(), is_causal=True, offset=-10
     ),
     "bool mask": lambda d: Options(mask=some_rows_see_nothing(d)),
-    "mask of keys": lambda d: Options(mask=(torch.arange(40, device=d) % 3 > 0)[None, None, None], is_causal=True),
+    "mask of keys": lambda d: Options(
+        mask=(torch.arange(40, device=d) % 3 > 0)[None, None, None], is_causal=True
+    ),
     "additive mask": lambda d: Options(mask=lowest(d), is_causal=True),
-    "bias": lambda d: Options(bias=tensor(1, 2, 36, 40, scale=2.0).to(d), mask=some_rows_see_nothing(d), softcap=3.0),
+    "bias": lambda d: Options(
+        bias=tensor(1, 2, 36, 40, scale=2.0).to(d), mask=some_rows_see_nothing(d), softcap=3.0
+    ),
     "shared bias": lambda d: Options(bias=tensor(40, seed=3).to(d)),
 }
 
@@ -147,7 +166,9 @@ def lowest(device):
 
 
 @devices
-@pytest.mark.parametrize("name", some(["umbral_blend", "umbral", "geodesic_blend"], ["umbral_blend"]))
+@pytest.mark.parametrize(
+    "name", some(["umbral_blend", "umbral", "geodesic_blend"], ["umbral_blend"])
+)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(device, option, name):
     q, k, v = inputs(device)
@@ -160,9 +181,13 @@ def test_options(device, option, name):
 def test_gradients_of_a_row_of_large_numbers(device, number, n, m):
     """A bias leaves every key the same weight, and the weights add up to 1 in gradients too; a mask hides the row."""
     q, k, v = inputs(device, n=n, m=m)
-    added = torch.zeros(1, 1, n, m, device=device).index_fill(2, torch.tensor([0], device=device), number)
+    added = torch.zeros(1, 1, n, m, device=device).index_fill(
+        2, torch.tensor([0], device=device), number
+    )
     for options, weight in ((Options(bias=added), 1 / m), (Options(mask=added), 0.0)):
-        out, _ = attention(SCORES["umbral"](q, k, learned(2, device=device)), v, options, backend="triton")
+        out, _ = attention(
+            SCORES["umbral"](q, k, learned(2, device=device)), v, options, backend="triton"
+        )
         by_key = torch.autograd.grad(out[:, :, 0].sum(), v)[0]
         assert_close(by_key, torch.full_like(by_key, weight), 1e-6, "gradient of the values")
 
@@ -183,7 +208,9 @@ def test_a_curvature_in_half_precision(device):
     """Its gradient goes through statistics of rows and of keys, which are large and cancel: off by 3 % of the largest,
     were it not that what rounding leaves of a row's gradients is taken off all of them.
     """
-    q, k, v = inputs(device, heads=2, kv_heads=1, n=64, m=96, d=128, dtype=torch.bfloat16, scale=1.0)
+    q, k, v = inputs(
+        device, heads=2, kv_heads=1, n=64, m=96, d=128, dtype=torch.bfloat16, scale=1.0
+    )
     numbers, options = learned(2, device=device), Options(is_causal=True, offset=32)
     weight = tensor(1, 2, 64, 128, seed=9).to(device)
 
@@ -192,7 +219,12 @@ def test_a_curvature_in_half_precision(device):
         return torch.autograd.grad((out.double() * weight).sum(), t["gamma"])[0]
 
     expected = gradient(*exact(q, k, v, numbers), "reference")
-    assert_close(gradient(q, k, v, numbers, "triton"), expected, 0.01 * float(expected.abs().max()), "gradient")
+    assert_close(
+        gradient(q, k, v, numbers, "triton"),
+        expected,
+        0.01 * float(expected.abs().max()),
+        "gradient",
+    )
 
 
 @devices
@@ -209,7 +241,10 @@ def test_norms(device, width, root, dtype):
     exact = x.detach().double().requires_grad_()
     first = exact[..., :width]
     expected = torch.linalg.vector_norm(first, dim=-1) if root else first.square().sum(-1)
-    out, to = torch.full_like(grad, torch.nan), torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
+    out, to = (
+        torch.full_like(grad, torch.nan),
+        torch.full_like(x, torch.nan, memory_format=torch.contiguous_format),
+    )
     norms.forward(x, width, root, out)
     norms.backward(grad, x, out, width, root, to)
     assert_close(out, expected, 1e-5 * float(expected.max()), "norms")
@@ -227,7 +262,9 @@ def test_strided_inputs(device):
 
 
 @devices
-@pytest.mark.parametrize("name", some(["umbral", "umbral_blend", "geodesic", "hype_sinh"], ["umbral"]))
+@pytest.mark.parametrize(
+    "name", some(["umbral", "umbral_blend", "geodesic", "hype_sinh"], ["umbral"])
+)
 @pytest.mark.parametrize("n, offset", [pytest.param(1, 1099, marks=slow), (3, 1090)])
 def test_few_queries_against_many_keys(device, name, n, offset):
     """Decoding: rows of a group together, keys in parts."""
@@ -238,7 +275,9 @@ def test_few_queries_against_many_keys(device, name, n, offset):
     t = learned(4, device=device)
     t["radius"] = t["radius"].detach()
     if name == "umbral":
-        options = Options(is_causal=True, offset=offset, mask=mask, sinks=torch.zeros(4, device=device))
+        options = Options(
+            is_causal=True, offset=offset, mask=mask, sinks=torch.zeros(4, device=device)
+        )
     got, _ = attention(SCORES[name](q, k, t), v, options, backend="triton")
     q, k, v, t = exact(q, k, v, t)
     expected, _ = attention(SCORES[name](q, k, t), v, options, backend="reference")
@@ -249,7 +288,9 @@ CONES = [name for name in SCORES if "umbral" in name and "hype" not in name]
 
 
 @devices
-@pytest.mark.parametrize("last", [0.0, pytest.param(-8.0, marks=slow), pytest.param(20.0, marks=slow)])
+@pytest.mark.parametrize(
+    "last", [0.0, pytest.param(-8.0, marks=slow), pytest.param(20.0, marks=slow)]
+)
 @pytest.mark.parametrize("name", some(CONES, ["umbral", "penumbral_unsquared_blend"]))
 def test_ties(device, name, last):
     """Queries equal to keys, D = 0 and equal heights: logits and gradients as good as elsewhere, since a distance below
@@ -266,11 +307,20 @@ def test_ties(device, name, last):
 def test_ties_in_half_precision(device, name):
     """The gradients of a tied pair's products and norms are not rounded alike: none may be there."""
     q, k, v = inputs(device, n=40, m=40, d=64, dtype=torch.bfloat16, scale=1.0)
-    check(SCORES[name], q, q.detach().clone().requires_grad_(), v, Options(is_causal=True), tolerance=1.5)
+    check(
+        SCORES[name],
+        q,
+        q.detach().clone().requires_grad_(),
+        v,
+        Options(is_causal=True),
+        tolerance=1.5,
+    )
 
 
 @devices
-@pytest.mark.parametrize("name", some(["geodesic", "geodesic_blend", "squared_lorentz"], ["geodesic"]))
+@pytest.mark.parametrize(
+    "name", some(["geodesic", "geodesic_blend", "squared_lorentz"], ["geodesic"])
+)
 def test_tiles_from_differences(device, name):
     """Near points far out, where the product form has no digit left, and tied ones. A gap of 1e-3 between coordinates
     of 6 has four digits in float32, so that no engine has more of a gradient.
@@ -289,7 +339,9 @@ def test_hype_far_beyond_the_polynomial(device, form):
     def score(q, k, t):
         i, j = 20 * torch.arange(36, device=device), 20 * torch.arange(40, device=device)
         positions = (x.double()[None, None] for x in (i, j))
-        return with_hype(dot_score(q, k, SCALE), tuple(positions), t["gamma"] / 100, t["radius"] / 50, form, None)
+        return with_hype(
+            dot_score(q, k, SCALE), tuple(positions), t["gamma"] / 100, t["radius"] / 50, form, None
+        )
 
     q, k, v = inputs(device)
     check(score, q, k, v, Options(is_causal=form == "sinh"), tolerance=3.0)
@@ -307,7 +359,9 @@ def test_dropout(device):
     t = learned(2, device=device)
     got = dropped(device, q, k, t, p, torch.eye(64, device=device).expand(1, 2, 64, 64))
     double = exact(q, k, v, t)
-    weights = attention(SCORES["umbral"](*double[:2], double[3]), double[2], backend="auto", weights=True)[1]
+    weights = attention(
+        SCORES["umbral"](*double[:2], double[3]), double[2], backend="auto", weights=True
+    )[1]
     kept = (got > weights / 2).double()
     assert abs(kept.mean() - (1 - p)) < 0.02
     assert abs(kept[:, 0].mean() - kept[:, 1].mean()) < 0.05 and (kept[:, 0] != kept[:, 1]).any()
@@ -326,7 +380,9 @@ def test_the_same_from_run_to_run(device):
     def run():
         q, k, v = inputs(device, heads=4, kv_heads=2, dtype=torch.bfloat16)
         t = learned(4, device=device)
-        out, _ = attention(SCORES["umbral_blend"](q, k, t), v, Options(is_causal=True), backend="triton")
+        out, _ = attention(
+            SCORES["umbral_blend"](q, k, t), v, Options(is_causal=True), backend="triton"
+        )
         return out, *torch.autograd.grad(out.sum(), [q, k, v, *t.values()])
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
@@ -339,7 +395,8 @@ def test_nothing_to_attend_to(device, n, m):
     out, _ = attention(dot_score(q, k, SCALE), v, backend="triton")
     assert out.shape == (1, 2, n, 16) and not out.any()
     assert all(
-        g.shape == x.shape and not g.any() for g, x in zip(torch.autograd.grad(out.sum(), [q, k, v]), (q, k, v))
+        g.shape == x.shape and not g.any()
+        for g, x in zip(torch.autograd.grad(out.sum(), [q, k, v]), (q, k, v))
     )
 
 
@@ -351,7 +408,9 @@ def test_no_more_work_than_wanted(device):
     out, _ = attention(SCORES["umbral_blend"](q.detach(), k.detach(), t), v, backend="triton")
     (grad,) = torch.autograd.grad(out.sum(), [v])
     double = exact(q, k, v, t)
-    expected, _ = attention(SCORES["umbral_blend"](*double[:2], double[3]), double[2], backend="reference")
+    expected, _ = attention(
+        SCORES["umbral_blend"](*double[:2], double[3]), double[2], backend="reference"
+    )
     assert_gradients([grad], torch.autograd.grad(expected.sum(), [double[2]]), 1e-4, ["value"])
 
 
@@ -365,7 +424,9 @@ def test_the_operator_is_one_to_torch(device):
     numbers = [new(1, 2, 20) for _ in range(4)] + [new(2)]
     extras = {"sinks": new(2), "query_factor": new(1, 2, 20), "key_factor": new(1, 2, 20)}
     tensors = [q, k, v, *numbers, *extras.values()]
-    torch.library.opcheck(forward, (tensors, "umbral", " ".join(extras), 15, 1.0, True, None, 0, None, 0.0))
+    torch.library.opcheck(
+        forward, (tensors, "umbral", " ".join(extras), 15, 1.0, True, None, 0, None, 0.0)
+    )
 
 
 @devices
@@ -373,7 +434,9 @@ def test_a_term_with_every_operator(device):
     """Value and gradients of all that a term may call, at ties and zeros."""
     leaves = every_inputs(n=20, m=24)
     expected = outcome(partial(every_score, SAFE), leaves, torch.float64, "reference")
-    found = outcome(partial(every_score, EVERY), [t.to(device) for t in leaves], torch.float32, "triton")
+    found = outcome(
+        partial(every_score, EVERY), [t.to(device) for t in leaves], torch.float32, "triton"
+    )
     compare(found, expected, 1e-6, 4e-6)
 
 
@@ -396,7 +459,9 @@ def test_a_score_from_outside(device):
 
         check(score, q, k, v, Options(is_causal=True, softcap=0.7))
         check(lambda q, k, t: space("toy_score", weight=t["gamma"]).score(q, k), q, k, v)
-        check(lambda q, k, t: space("far_for_test", gamma=t["gamma"], power=0.25).score(q, k), q, k, v)
+        check(
+            lambda q, k, t: space("far_for_test", gamma=t["gamma"], power=0.25).score(q, k), q, k, v
+        )
 
 
 def space(name, **values):
@@ -409,14 +474,25 @@ def test_what_a_tile_has_beyond_the_lines_reaches_no_gradient(device):
     """A term that divides by what a key has, and a query: no line is there twice or as zeros."""
 
     def score(q, k, row, column, head):
-        logits = lambda: DIVIDED.logits(q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]])
+        logits = lambda: DIVIDED.logits(
+            q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]]
+        )
         return PairScore(q, k, (ScoreTerm(DIVIDED, logits, (row,), (column,), (head,)),))
 
     q, k, v = inputs(device, n=21, m=37, d=3)
-    more = [tensor(1, 2, 21, seed=100), tensor(1, 2, 37, seed=101).abs() + 0.5, torch.tensor([0.5, -1.0])]
+    more = [
+        tensor(1, 2, 21, seed=100),
+        tensor(1, 2, 37, seed=101).abs() + 0.5,
+        torch.tensor([0.5, -1.0]),
+    ]
     leaves = [t.detach().to(device) for t in (q, k, v, *more)]
     expected = outcome(score, leaves, torch.float64, "reference", Options(is_causal=True, offset=9))
-    compare(outcome(score, leaves, torch.float32, "triton", Options(is_causal=True, offset=9)), expected, 1e-6, 4e-6)
+    compare(
+        outcome(score, leaves, torch.float32, "triton", Options(is_causal=True, offset=9)),
+        expected,
+        1e-6,
+        4e-6,
+    )
 
 
 class Steep(Term):
@@ -449,8 +525,14 @@ def test_a_parameter_with_a_steep_slope(device, sinks, monkeypatch):
         leaves = [t.detach().to(device, dtype) for t in (q, k, v, *numbers)]
         beside = (30000 * leaves[-1] - 9).requires_grad_() if sinks else None
         head = leaves[-1].requires_grad_()
-        out, _ = attention(score(*leaves[:2], *leaves[3:]), leaves[2], Options(sinks=beside), backend=backend)
-        grads.append(torch.autograd.grad((out * tensor(*out.shape, seed=45).to(device, dtype)).sum(), [head])[0])
+        out, _ = attention(
+            score(*leaves[:2], *leaves[3:]), leaves[2], Options(sinks=beside), backend=backend
+        )
+        grads.append(
+            torch.autograd.grad(
+                (out * tensor(*out.shape, seed=45).to(device, dtype)).sum(), [head]
+            )[0]
+        )
     assert_close(*grads, 5e-3 * float(grads[1].abs().max()), "gradient of the parameter")
 
 
@@ -459,11 +541,15 @@ def test_a_parameter_with_a_steep_slope(device, sinks, monkeypatch):
 def test_under_the_compiler(device, name):
     """One graph, the same numbers, also for another length."""
     t = learned(2, device=device)
-    run = lambda q, k, v: attention(SCORES[name](q, k, t), v, Options(is_causal=True), backend="triton")[0]
+    run = lambda q, k, v: attention(
+        SCORES[name](q, k, t), v, Options(is_causal=True), backend="triton"
+    )[0]
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (20, 28):
         q, k, v = inputs(device, n=n, m=n)
         ours, plain = compiled(q, k, v), run(q, k, v)
         assert_close(ours, plain, 1e-6, "output")
-        grads, wanted = (torch.autograd.grad(out.square().sum(), [q, k, v]) for out in (ours, plain))
+        grads, wanted = (
+            torch.autograd.grad(out.square().sum(), [q, k, v]) for out in (ours, plain)
+        )
         assert_gradients(grads, wanted, 1e-5, NAMES)

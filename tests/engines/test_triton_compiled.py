@@ -35,7 +35,9 @@ def fits(built, d=64):
         of = [b for b in built if (b.kernel, b.capability) == (kernel, capability)]
         assert min(b.shared for b in of) <= SMALL, (kernel, capability)
         if d == 64 or capability == 90:
-            assert min(b.spilled for b in of) <= SPILLED[capability], [(b.kernel, b.config, b.spilled) for b in of]
+            assert min(b.spilled for b in of) <= SPILLED[capability], [
+                (b.kernel, b.config, b.spilled) for b in of
+            ]
 
 
 def test_umbral_in_bfloat16(monkeypatch):
@@ -45,7 +47,9 @@ def test_umbral_in_bfloat16(monkeypatch):
         backward(made)
     fits(built)
     assert all("wgmma" in b.ptx for b in built)  # products on tensor cores
-    forward, query = (next(b.ptx for b in built if b.kernel.endswith(name)) for name in ("forward", "query"))
+    forward, query = (
+        next(b.ptx for b in built if b.kernel.endswith(name)) for name in ("forward", "query")
+    )
     assert "sqrt.approx" in forward and "ex2.approx" in forward and "rsqrt.approx" in query
 
 
@@ -77,7 +81,12 @@ def test_every_width(monkeypatch, d, dv, dtype):
 @pytest.mark.timeout(900)
 def test_every_option(monkeypatch):
     mask, bias = torch.ones(1, 1, 1, 2048, dtype=torch.bool), torch.zeros(1, 4, 2048, 2048)
-    options = {"mask": mask, "bias": bias, "seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.1}
+    options = {
+        "mask": mask,
+        "bias": bias,
+        "seed": torch.zeros(1, dtype=torch.int64),
+        "dropout_p": 0.1,
+    }
     options |= {"window": 256, "softcap": 30.0, "sinks": torch.zeros(4)}
     with compiling(monkeypatch, CHIPS, every=False) as built:
         made = call("dot+*umbral_on_product", **options)
@@ -88,17 +97,23 @@ def test_every_option(monkeypatch):
 
 @pytest.mark.parametrize("kernel", configs.CONFIGS)
 @pytest.mark.parametrize("item", [2, 4])
-@pytest.mark.parametrize("widths", [(16, 16), (64, 16), (128, 16), (256, 16), (64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize(
+    "widths", [(16, 16), (64, 16), (128, 16), (256, 16), (64, 64), (128, 128)], ids=str
+)
 def test_no_tile_that_triton_compiles_wrongly(kernel, item, widths):
     """64 lines by 8 warps beside 16 of anything: see configs.py."""
     found = configs.configs(kernel, widths[0], item, widths[1])
     assert found
     for c in found:
-        assert c.warps < 8 or 64 not in (c.rows, c.columns) or 16 not in (c.rows, c.columns, *widths)
+        assert (
+            c.warps < 8 or 64 not in (c.rows, c.columns) or 16 not in (c.rows, c.columns, *widths)
+        )
 
 
 def test_decoding(monkeypatch):
     with compiling(monkeypatch, [80]) as built:
         launch.forward(call("umbral", queries=1))
-    assert [b.kernel for b in built] == ["attention_forward", "combine"] and built[0].config[0] == 16
+    assert [b.kernel for b in built] == ["attention_forward", "combine"] and built[0].config[
+        0
+    ] == 16
     assert built[0].shared <= SMALL and built[0].spilled == 0

@@ -5,7 +5,9 @@ streams and graphs. The small cases of test_triton.py run there too: `pytest -m 
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="needs Triton")  # before the tests that it borrows from are imported
+pytest.importorskip(
+    "triton", reason="needs Triton"
+)  # before the tests that it borrows from are imported
 
 from hf_hyperattn.engines import Options, attention, dispatch, dot_score  # noqa: E402
 from hf_hyperattn.functional import cone_attention, hyperbolic_attention  # noqa: E402
@@ -35,7 +37,14 @@ def test_several_tiles_in_float32(name, d):
     way to sinh, leaves a digit less.
     """
     q, k, v = inputs("cuda", d=d, scale=0.7, **LONG)
-    check(SCORES[name], q, k, v, Options(is_causal=True, offset=255), tolerance=9.0 if "hype" in name else 3.0)
+    check(
+        SCORES[name],
+        q,
+        k,
+        v,
+        Options(is_causal=True, offset=255),
+        tolerance=9.0 if "hype" in name else 3.0,
+    )
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -52,7 +61,9 @@ def test_every_tile_size(monkeypatch, name, d):
         pick = lambda kind, tried, run, n=number: run(tried[min(n, len(tried) - 1)])
         monkeypatch.setattr(launch, "tuned", pick)
         try:
-            out, _ = attention(SCORES[name](q, k, t), v, Options(is_causal=True, offset=255), backend="triton")
+            out, _ = attention(
+                SCORES[name](q, k, t), v, Options(is_causal=True, offset=255), backend="triton"
+            )
             found.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
         except OutOfResources:
             assert torch.cuda.get_device_capability() not in [(8, 0), (9, 0)]
@@ -95,7 +106,9 @@ def test_more_elements_than_32_bits_count():
     n, heads, part = 2**19 + 77, 65, 600
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
-        torch.randn(1, heads, n, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        torch.randn(
+            1, heads, n, 64, device="cuda", dtype=torch.bfloat16, generator=generator
+        ).requires_grad_()
         for _ in range(3)
     )
     assert q.numel() > 2**31
@@ -105,7 +118,9 @@ def test_more_elements_than_32_bits_count():
     grads = torch.autograd.grad(out[:, -1, -part:].square().sum(), [q, k, v])
     tail = [t.detach()[:, -1:, -part - 64 :].float().requires_grad_() for t in (q, k, v)]
     last = {key: x.detach()[-1:] for key, x in learned(heads, device="cuda").items()}
-    expected, _ = attention(SCORES["umbral"](*tail[:2], last), tail[2], options, backend="blockwise")
+    expected, _ = attention(
+        SCORES["umbral"](*tail[:2], last), tail[2], options, backend="blockwise"
+    )
     wanted = torch.autograd.grad(expected[:, :, -part:].square().sum(), tail)
     assert_close(out[:, -1:, -part:], expected[:, :, -part:], 2e-2, "output")
     for name, g, w in zip(("query", "key", "value"), grads, wanted, strict=True):
@@ -117,13 +132,17 @@ def test_more_elements_than_32_bits_count():
 def test_under_inductor(mode):
     """Compiled as users do it; the second mode replays CUDA graphs, in which nothing may be tuned."""
     t = learned(2, device="cuda")
-    run = lambda q, k, v: attention(SCORES["umbral_blend"](q, k, t), v, Options(is_causal=True), backend="triton")[0]
+    run = lambda q, k, v: attention(
+        SCORES["umbral_blend"](q, k, t), v, Options(is_causal=True), backend="triton"
+    )[0]
     compiled = torch.compile(run, fullgraph=True, mode=mode)
     for _ in range(3):
         q, k, v = inputs("cuda", d=64, dtype=torch.bfloat16, n=300, m=300)
         ours, plain = compiled(q, k, v).clone(), run(q, k, v)
         assert_close(ours, plain, 1e-3, "output")
-        grads, wanted = (torch.autograd.grad(out.square().sum(), [q, k, v]) for out in (ours, plain))
+        grads, wanted = (
+            torch.autograd.grad(out.square().sum(), [q, k, v]) for out in (ours, plain)
+        )
         assert_gradients(grads, wanted, 2e-2, ["query", "key", "value"])
 
 
@@ -146,7 +165,9 @@ def test_a_device_that_is_not_the_current_one():
 
 
 def test_decoding_reads_a_long_cache():
-    q, k, v = inputs("cuda", batch=2, heads=8, kv_heads=2, n=1, m=9001, d=64, dtype=torch.bfloat16, scale=1.0)
+    q, k, v = inputs(
+        "cuda", batch=2, heads=8, kv_heads=2, n=1, m=9001, d=64, dtype=torch.bfloat16, scale=1.0
+    )
     t = learned(8, device="cuda")
     out, _ = attention(SCORES["umbral"](q, k, t), v, backend="triton")
     double = [x.detach().double() for x in (q, k, v)]

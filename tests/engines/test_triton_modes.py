@@ -40,7 +40,9 @@ def interpret(*arguments):
     return done.stdout
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process"
+)
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
 def test_in_the_interpreter(which):
@@ -66,7 +68,9 @@ without_gpu = pytest.mark.skipif(
 @without_gpu
 def test_it_refuses_tensors_on_the_cpu():
     q, k, v = qkv(d=4, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"backend='triton'.*CUDA device, these are on cpu; use backend='auto'"):
+    with pytest.raises(
+        ValueError, match=r"backend='triton'.*CUDA device, these are on cpu; use backend='auto'"
+    ):
         attention(dot_score(q, k), v, backend="triton")
 
 
@@ -80,8 +84,12 @@ def test_what_it_cannot_serve_is_named(monkeypatch):
     assert reason_of(monkeypatch, dot_score(q, k), v) is None
     assert "float64" in reason_of(monkeypatch, dot_score(q.double(), k.double()), v.double())
     other = PairScore(q, k, (ScoreTerm(DISTANT, lambda: -q @ k.mT),))
-    assert "'toy_without_triton' cannot be compiled: operator erf" in reason_of(monkeypatch, other, v)
-    two = PairScore(q, k, tuple(ScoreTerm(TERMS[name], lambda: q) for name in ("umbral", "geodesic")))
+    assert "'toy_without_triton' cannot be compiled: operator erf" in reason_of(
+        monkeypatch, other, v
+    )
+    two = PairScore(
+        q, k, tuple(ScoreTerm(TERMS[name], lambda: q) for name in ("umbral", "geodesic"))
+    )
     assert "more than one term of umbral+geodesic reads distances" == reason_of(monkeypatch, two, v)
     wide = torch.zeros(1, 1, 2, 257)
     assert "wider than 256" in reason_of(monkeypatch, dot_score(wide, wide), wide)
@@ -108,7 +116,9 @@ def test_auto_falls_back_with_one_line(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize("name, taken", [("dot", "sdpa"), ("hype_sinh", "triton"), ("umbral", "triton")])
+@pytest.mark.parametrize(
+    "name, taken", [("dot", "sdpa"), ("hype_sinh", "triton"), ("umbral", "triton")]
+)
 def test_auto_takes_it_where_it_serves(monkeypatch, name, taken):
     q, k, v = qkv(lq=80, d=4, dtype=torch.float32)
     monkeypatch.setattr(triton, "supports", lambda *_: True)

@@ -32,15 +32,30 @@ class Built:
     ptx: str
 
 
-def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=2048, queries=None, **options):
+def call(
+    spec,
+    d=64,
+    dv=None,
+    dtype=torch.bfloat16,
+    heads=4,
+    kv_heads=2,
+    length=2048,
+    queries=None,
+    **options,
+):
     """A call on tensors that are never read; `options` are those of `Options`, and the extra "seed"."""
-    queries, new = queries or length, lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype)
+    queries, new = (
+        queries or length,
+        lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype),
+    )
     terms = parse_score_key(spec)
     measures = any(isinstance(term, DistanceTerm) for term, *_ in terms)
     factored = measures and "on_product" not in spec
     count = lambda kind: sum(getattr(term, kind) for term, *_ in terms)
     gates = sum(gated for _, gated, _ in terms)
-    extras = {name: options.pop(name) for name in ("mask", "bias", "sinks", "seed") if name in options}
+    extras = {
+        name: options.pop(name) for name in ("mask", "bias", "sinks", "seed") if name in options
+    }
     if factored:
         extras |= {"query_factor": new(1, heads, queries), "key_factor": new(1, kv_heads, length)}
     return launch.TritonCall(
@@ -89,8 +104,12 @@ def compiled(kernel, capability, args, named):
     named = named | {"debug": False, "instrumentation_mode": ""}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **named)
-    options, signature, constexprs, attrs = kernel._pack_args(backend, named, bound, specialization, options)
-    made = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
+    options, signature, constexprs, attrs = kernel._pack_args(
+        backend, named, bound, specialization, options
+    )
+    made = triton.compile(
+        ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__
+    )
     config = tuple(named.get(name) for name in ("BM", "BN", "num_warps", "num_stages"))
     numbers = made.metadata.shared, *usage(made.asm["cubin"])
     return Built(kernel.__name__, capability, config, *numbers, made.asm["ptx"])
@@ -102,7 +121,9 @@ def usage(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return tuple(int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK"))
 
 

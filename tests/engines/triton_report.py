@@ -61,7 +61,9 @@ def table() -> str:
     for width in WIDTHS:
         for spec, name in SCORES.items():
             found = built(spec, width)
-            lines.append(f"| {name} | {width} | " + " | ".join(cell(k, found) for k in KERNELS) + " |")
+            lines.append(
+                f"| {name} | {width} | " + " | ".join(cell(k, found) for k in KERNELS) + " |"
+            )
             print(lines[-1], flush=True)
     return "\n".join(lines) + "\n"
 

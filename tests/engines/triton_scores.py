@@ -31,8 +31,13 @@ def hyperbolic(distance):
 
 def hyped(base, form):
     def score(q, k, t):
-        positions = (torch.arange(x.shape[2], dtype=torch.float64, device=q.device)[None, None] for x in (q, k))
-        return with_hype(base(q, k, t), tuple(positions), t["gamma"] / 50, t["radius"] * 9, form, None, t["gate"])
+        positions = (
+            torch.arange(x.shape[2], dtype=torch.float64, device=q.device)[None, None]
+            for x in (q, k)
+        )
+        return with_hype(
+            base(q, k, t), tuple(positions), t["gamma"] / 50, t["radius"] * 9, form, None, t["gate"]
+        )
 
     return score
 
@@ -42,7 +47,11 @@ def instead(q, k, t):
     off = torch.zeros_like(t["gate"])
     off[::2] = 1
     space = ConeSpace("umbral", "xi", True, False, t["gamma"], t["radius"])
-    return dot_score(q, k, SCALE).weighted(off).plus(*space.score(q, k, SCALE, 1 - off, capped=True).terms)
+    return (
+        dot_score(q, k, SCALE)
+        .weighted(off)
+        .plus(*space.score(q, k, SCALE, 1 - off, capped=True).terms)
+    )
 
 
 umbral, umbral_blend = cone("umbral", "xi")

@@ -19,11 +19,15 @@ CHANGES = {
 def changes_files(event: str, arguments: tuple) -> bool:
     """Whether an audit event stands for a change of the file system that is about to happen."""
     if event == "open":
-        return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        return isinstance(arguments[2], int) and bool(
+            arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        )
     return event in CHANGES
 
 
-def start(function: Callable, *arguments, kill_at: int | None = None, before: Callable = lambda: None) -> int:
+def start(
+    function: Callable, *arguments, kill_at: int | None = None, before: Callable = lambda: None
+) -> int:
     """Fork a child that runs the function; gives its process id. The child dies before its `kill_at`-th change."""
     child = os.fork()
     if child:
@@ -47,7 +51,9 @@ def start(function: Callable, *arguments, kill_at: int | None = None, before: Ca
         os._exit(code)
 
 
-def killed(function: Callable, *arguments, kill_at: int | None = None, after: float | None = None, **more) -> bool:
+def killed(
+    function: Callable, *arguments, kill_at: int | None = None, after: float | None = None, **more
+) -> bool:
     """Run the function in a child; whether it was killed, by number of changes or after a time in seconds."""
     child = start(function, *arguments, kill_at=kill_at, **more)
     if after is not None:

@@ -24,7 +24,9 @@ assert model.config._attn_implementation == "cone"
 for _ in range(2):
     model.save_pretrained(folder / "after")
     # No barrier of ours: whoever comes back finds the whole checkpoint.
-    assert (folder / "after" / "model.safetensors").is_file() and (folder / "after" / "config.json").is_file()
+    assert (folder / "after" / "model.safetensors").is_file() and (
+        folder / "after" / "config.json"
+    ).is_file()
     dist.barrier()
 assert not [p for p in folder.iterdir() if p.name.startswith(PREFIX)]
 sys.stdout.flush()

@@ -78,9 +78,9 @@ def weights_state(folder: Path) -> object:
         if folders.is_interrupted(folder / "model"):
             assert f"hyperattn recover {folder / 'model'}" in str(error), error
         return None
-    return round(sum(p.double().sum().item() for p in loaded.state_dict().values()), 6), loaded.config.hyperattn[
-        "hosts"
-    ][0]
+    return round(
+        sum(p.double().sum().item() for p in loaded.state_dict().values()), 6
+    ), loaded.config.hyperattn["hosts"][0]
 
 
 def adapter_state(folder: Path) -> object:
@@ -164,7 +164,9 @@ def scenarios(root: Path) -> dict[str, Scenario]:
 
     def inject(folder: Path) -> None:
         arguments = SimpleNamespace(output=str(folder / "model"), model="base")
-        tokenizer = SimpleNamespace(save_pretrained=lambda place: (place / "tokenizer.json").write_text("{}"))
+        tokenizer = SimpleNamespace(
+            save_pretrained=lambda place: (place / "tokenizer.json").write_text("{}")
+        )
         inject_task.write(arguments, new, torch.float32, tokenizer, {})
 
     def convert(folder: Path) -> None:
@@ -186,7 +188,9 @@ def scenarios(root: Path) -> dict[str, Scenario]:
     new_adapters, old_adapters = (into_model(a.save_pretrained) for a in (new_adapter, old_adapter))
     return {
         "save": Scenario(into_model(new.save_pretrained), weights_state, save_old),
-        "sharded": Scenario(into_model(new.save_pretrained, **fewer), weights_state, lambda f: save_old(f, **shards)),
+        "sharded": Scenario(
+            into_model(new.save_pretrained, **fewer), weights_state, lambda f: save_old(f, **shards)
+        ),
         "renames": Scenario(by_renames, weights_state, save_old, renames=True),
         "adapter": Scenario(new_adapters, adapter_state, old_adapters),
         "export": Scenario(export, weights_state, save_old),
@@ -218,7 +222,9 @@ def quiet() -> None:
 def check(scenario: Scenario, folder: Path, old, new, listing: set[str]) -> object:
     """Look at what a kill left, then run again and look once more; gives the state that the kill left."""
     state = scenario.state(folder)
-    partly = isinstance(new, tuple) and all(isinstance(s, str) and s.startswith("checkpoint") for s in new)
+    partly = isinstance(new, tuple) and all(
+        isinstance(s, str) and s.startswith("checkpoint") for s in new
+    )
     if partly:  # checkpoints come one by one
         assert set(state) <= set(new) and set(old) <= set(state), f"{state} is not of {new}"
     elif state not in (old, new):
@@ -237,7 +243,11 @@ def check(scenario: Scenario, folder: Path, old, new, listing: set[str]) -> obje
 def names(folder: Path) -> set[str]:
     """All files, but for locks that stay, and build folders beside a whole library, which go with the next build."""
     found = {str(p.relative_to(folder)) for p in folder.rglob("*")}
-    return {n for n in found if not n.endswith(".lock") and not re.search(r"__pycache__|^build/\w+\.\w{8}(/|$)", n)}
+    return {
+        n
+        for n in found
+        if not n.endswith(".lock") and not re.search(r"__pycache__|^build/\w+\.\w{8}(/|$)", n)
+    }
 
 
 def measure(scenario: Scenario, root: Path) -> tuple:
@@ -254,7 +264,9 @@ def measure(scenario: Scenario, root: Path) -> tuple:
 
         seen = itertools.count()
         sys.addaudithook(
-            lambda event, details: changes_files(event, details) and os.write(handle, b".") and next(seen)
+            lambda event, details: (
+                changes_files(event, details) and os.write(handle, b".") and next(seen)
+            )
         )
         scenario.act(folder)
 
@@ -269,7 +281,9 @@ def measure(scenario: Scenario, root: Path) -> tuple:
     return old, new, listing
 
 
-def kill_many(name: str, scenario: Scenario, kills: int, root: Path, draw: random.Random, every: bool = False) -> str:
+def kill_many(
+    name: str, scenario: Scenario, kills: int, root: Path, draw: random.Random, every: bool = False
+) -> str:
     """Kill a scenario so many times, or before every change; a line about it.
 
     Raises:
@@ -322,11 +336,15 @@ def full_disk(root: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print a line a scenario, and give the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200, help="in all (default 200)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="scenarios, separated by commas (default: all)")
-    parser.add_argument("--every", action="store_true", help="kill before every change in place of --kills times")
+    parser.add_argument(
+        "--every", action="store_true", help="kill before every change in place of --kills times"
+    )
     chosen = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -341,7 +359,9 @@ def main(arguments: list[str] | None = None) -> int:
         for n, name in enumerate(wanted):
             kills = chosen.kills // len(wanted) + (n < chosen.kills % len(wanted))
             if kills or chosen.every:
-                print(kill_many(name, found[name], kills, root / name, draw, chosen.every), flush=True)
+                print(
+                    kill_many(name, found[name], kills, root / name, draw, chosen.every), flush=True
+                )
         if not chosen.only:
             print(full_disk(root))
     return 0

@@ -79,7 +79,11 @@ def test_processes_that_hold_a_model_together_save_it_together(tmp_path):
             process.kill()
     assert [p.returncode for p in started] == [0, 0], "\n".join(text[-3000:] for text in said)
     after = load_file(tmp_path / "after" / "model.safetensors")
-    assert all(torch.equal(value, after[name]) for name, value in made.state_dict().items() if name in after)
+    assert all(
+        torch.equal(value, after[name])
+        for name, value in made.state_dict().items()
+        if name in after
+    )
     assert after.keys() == load_file(tmp_path / "before" / "model.safetensors").keys()
 
 
@@ -116,7 +120,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["model.safetensors", "shard", "model.safetensors.index.json", "config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "shard", "model.safetensors.index.json", "config.json"]
+)
 def test_what_is_damaged_does_not_load_and_the_next_save_mends_it(name, damage, tmp_path):
     made = model()
     made.save_pretrained(tmp_path, max_shard_size="1GB" if name == "model.safetensors" else "60KB")
@@ -134,8 +140,14 @@ def test_what_is_damaged_does_not_load_and_the_next_save_mends_it(name, damage, 
 @pytest.mark.parametrize("where", ["positional", "keyword"])
 def test_a_push_is_recognised_however_it_is_asked_for(where, tmp_path, monkeypatch):
     made, pushed = model(), []
-    monkeypatch.setattr(type(made), "_upload_modified_files", lambda self, folder, repo, *a, **k: pushed.append(repo))
-    monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", lambda *a, **k: _Card())
+    monkeypatch.setattr(
+        type(made),
+        "_upload_modified_files",
+        lambda self, folder, repo, *a, **k: pushed.append(repo),
+    )
+    monkeypatch.setattr(
+        "transformers.modeling_utils.create_and_tag_model_card", lambda *a, **k: _Card()
+    )
     monkeypatch.setattr("transformers.modeling_utils.hf_api", lambda: _Api())
     if where == "positional":
         made.save_pretrained(tmp_path / "mine", True, None, True)
@@ -160,7 +172,12 @@ def test_a_persons_readme_with_nested_aliases_is_kept_and_takes_no_time(tmp_path
     made = model()
     made.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
-    bomb = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+    bomb = "\n".join(
+        [
+            "a0: &a0 [x, x]",
+            *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)),
+        ]
+    )
     text = card.replace("---\n", f"---\n{bomb}\n", 1)
     (tmp_path / "README.md").write_text(text)
     made.save_pretrained(tmp_path)
@@ -168,9 +185,13 @@ def test_a_persons_readme_with_nested_aliases_is_kept_and_takes_no_time(tmp_path
 
 
 def test_a_card_that_cannot_be_made_does_not_lose_the_weights(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("hub_cards.beside.write_card", lambda *a, **k: (_ for _ in ()).throw(ValueError("no\ncard")))
+    monkeypatch.setattr(
+        "hub_cards.beside.write_card", lambda *a, **k: (_ for _ in ()).throw(ValueError("no\ncard"))
+    )
     made = model()
     made.save_pretrained(tmp_path / "a")
-    assert (tmp_path / "a" / "model.safetensors").is_file() and "no card is written into" in caplog.text
+    assert (
+        tmp_path / "a" / "model.safetensors"
+    ).is_file() and "no card is written into" in caplog.text
     assert json.loads((tmp_path / "a" / "config.json").read_text())["hyperattn"]
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(PREFIX)]

@@ -103,16 +103,23 @@ def test_killed_before_every_change(way, old, new, tmp_path, monkeypatch):
         else:
             with suppress(FileNotFoundError):  # the first save, killed before it had made anything
                 recover(target)
-            assert not target.exists() or loaded(target) in (("new",) if found is None else (found, "new"))
+            assert not target.exists() or loaded(target) in (
+                ("new",) if found is None else (found, "new")
+            )
         if target.exists():
-            expected = {**dict.fromkeys(new if loaded(target) != "old" else old), **(OTHERS if old else {})}
+            expected = {
+                **dict.fromkeys(new if loaded(target) != "old" else old),
+                **(OTHERS if old else {}),
+            }
             assert contents(target).keys() == expected.keys()
             assert [p.name for p in target.parent.iterdir() if p.name.startswith(PREFIX)] == []
             assert kill_at % 2 == 0 or loaded(target) == "newer"
     else:
         pytest.fail("never came to its end")
     assert loaded(target) == "new" and kill_at > 10
-    assert outcomes == ({None, "new"} if not old else {"old", "new"} if way == "exchange" else {"old", "new", None})
+    assert outcomes == (
+        {None, "new"} if not old else {"old", "new"} if way == "exchange" else {"old", "new", None}
+    )
 
 
 @first_always("way", list(WAYS))
@@ -124,7 +131,9 @@ def test_what_finishes_a_save_is_killed_too(way, tmp_path, monkeypatch):
             target = tmp_path / f"{first}-{second}" / "model"
             fill(target, SINGLE, "old")
             fill(target, ["notes.txt"], "mine")
-            if not killed(save, target, SHARDS, kill_at=first) or not killed(recover, target, kill_at=second):
+            if not killed(save, target, SHARDS, kill_at=first) or not killed(
+                recover, target, kill_at=second
+            ):
                 break
             pairs += 1
             assert loaded(target) or way != "exchange"
@@ -169,7 +178,11 @@ def test_places_where_folders_are_not_exchanged(tmp_path, monkeypatch):
     (target / "empty").mkdir()
     target.chmod(0o2750)
     save(Path("link"), SINGLE, "newer")
-    assert (tmp_path / "link").is_symlink() and loaded(target) == "newer" and target.stat().st_ino != inode
+    assert (
+        (tmp_path / "link").is_symlink()
+        and loaded(target) == "newer"
+        and target.stat().st_ino != inode
+    )
     assert (target / "to_sub" / "a").read_text() == "x" and (target / "to_sub").is_symlink()
     assert (target / "empty").is_dir() and target.stat().st_mode & 0o7777 == 0o2750
 
@@ -187,7 +200,10 @@ def test_what_others_put_there_meanwhile_stays(tmp_path, monkeypatch):
     with replace_folder(target) as stage:
         fill(stage, SINGLE, "new")
         fill(target, ["early.txt"], "early")
-    assert contents(target) == dict.fromkeys(SINGLE, "new") | {"early.txt": "early", "late/log.txt": "late"}
+    assert contents(target) == dict.fromkeys(SINGLE, "new") | {
+        "early.txt": "early",
+        "late/log.txt": "late",
+    }
 
 
 def test_an_error_in_the_block_changes_nothing(tmp_path):
@@ -213,7 +229,9 @@ def test_a_save_that_cannot_reach_its_place_names_the_command(tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(folders.os, "replace", replace)
-        with pytest.raises(OSError, match=f"in use.*new files are whole in.*hyperattn recover {target}"):
+        with pytest.raises(
+            OSError, match=f"in use.*new files are whole in.*hyperattn recover {target}"
+        ):
             save(target, SINGLE)
     assert loaded(target) is None
     assert main(["recover", str(target)]) == 0
@@ -229,7 +247,11 @@ def test_a_later_save_of_somebody_else_is_not_undone(tmp_path, monkeypatch, caps
     no_exchange(monkeypatch)
     target = tmp_path / "model"
     fill(target, SINGLE, "old")
-    kill_at = next(n for n in range(5, 60) if killed(save, target, SINGLE, kill_at=n) and is_interrupted(target))
+    kill_at = next(
+        n
+        for n in range(5, 60)
+        if killed(save, target, SINGLE, kill_at=n) and is_interrupted(target)
+    )
     assert kill_at
     time.sleep(0.02)
     fill(target, SINGLE, "by hand")
@@ -285,7 +307,9 @@ RECORDS = {
     "nested": lambda path: path.write_text("[" * 200_000),
     "a pipe": os.mkfifo,
     "names with a zero byte": lambda path: path.write_text(
-        json.dumps({"stage": f"{PREFIX}-x", "files": ["a\0b"], "remove": ["a\0b"], "keep_others": True})
+        json.dumps(
+            {"stage": f"{PREFIX}-x", "files": ["a\0b"], "remove": ["a\0b"], "keep_others": True}
+        )
     ),
 }
 
@@ -413,7 +437,9 @@ def test_a_text_file_is_killed_before_every_change(tmp_path):
     assert kill_at > 3
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("mount"), reason="mounts")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0 or not shutil.which("mount"), reason="mounts"
+)
 def test_a_mount_point_is_saved_into(tmp_path):
     target = tmp_path / "model"
     target.mkdir()
@@ -423,7 +449,10 @@ def test_a_mount_point_is_saved_into(tmp_path):
         fill(target, SINGLE, "old")
         save(target, SHARDS)
         assert loaded(target) == "new" and len(list(target.iterdir())) == 4
-        with pytest.raises(OSError, match=f"No space left.*{target}"), replace_folder(target) as stage:
+        with (
+            pytest.raises(OSError, match=f"No space left.*{target}"),
+            replace_folder(target) as stage,
+        ):
             (stage / "model.safetensors").write_bytes(bytes(300_000))
         assert loaded(target) == "new" and len(list(target.iterdir())) == 4
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
@@ -432,9 +461,17 @@ def test_a_mount_point_is_saved_into(tmp_path):
 
 
 def test_names_of_weights():
-    assert weights_kind("model-00001-of-00002.safetensors") == weights_kind("model.safetensors.index.json")
-    assert (
-        weights_kind("a/adapter_model.bin") == weights_kind("a/adapter_model.safetensors") != weights_kind("model.bin")
+    assert weights_kind("model-00001-of-00002.safetensors") == weights_kind(
+        "model.safetensors.index.json"
     )
-    assert weights_kind("model.fp16.safetensors") == weights_kind("model.safetensors.index.fp16.json")
-    assert is_entry("a/adapter_model.safetensors") and not is_entry("model-00001-of-00002.safetensors")
+    assert (
+        weights_kind("a/adapter_model.bin")
+        == weights_kind("a/adapter_model.safetensors")
+        != weights_kind("model.bin")
+    )
+    assert weights_kind("model.fp16.safetensors") == weights_kind(
+        "model.safetensors.index.fp16.json"
+    )
+    assert is_entry("a/adapter_model.safetensors") and not is_entry(
+        "model-00001-of-00002.safetensors"
+    )

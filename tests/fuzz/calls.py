@@ -134,7 +134,12 @@ def over_windows(pick: random.Random, seed: int) -> str:
         block_bias=torch.randn(heads, dtype=torch.float32) if pick.random() < 0.3 else None,
     )  # fmt: skip
     out = hierarchical_attention(
-        *(laid_out(t, pick) for t in leaves), mask, is_causal=causal, enable_gqa=True, tying="key", **settings
+        *(laid_out(t, pick) for t in leaves),
+        mask,
+        is_causal=causal,
+        enable_gqa=True,
+        tying="key",
+        **settings,
     )
     assert not out.isnan().any()
     torch.autograd.grad(out.sum(), leaves, allow_unused=True)
@@ -144,13 +149,16 @@ def over_windows(pick: random.Random, seed: int) -> str:
     return f"{shapes} {tokens} causal={causal} mask={mask is not None} kept={dtype} {settings}"
 
 
-def over_kept_windows(pick: random.Random, inputs: list[Tensor], dtype: torch.dtype, settings: dict) -> None:
+def over_kept_windows(
+    pick: random.Random, inputs: list[Tensor], dtype: torch.dtype, settings: dict
+) -> None:
     """The forward pass as a cache calls it: tokens in a dtype of their own, means in float32."""
     query, *tokens = inputs
     sizes = settings["hierarchy"]
     wide = pool(*(t.to(dtype) for t in tokens), sizes)
     keys, values = (
-        (laid_out(t.to(dtype), pick), *means[1:]) for t, means in zip(tokens, (wide.keys, wide.values), strict=True)
+        (laid_out(t.to(dtype), pick), *means[1:])
+        for t, means in zip(tokens, (wide.keys, wide.values), strict=True)
     )
     rule = {name: value for name, value in settings.items() if name != "hierarchy"}
     how = {"is_causal": True, "offset": tokens[0].shape[2] - query.shape[2], "backend": "native"}
@@ -188,7 +196,10 @@ def by_rules(pick: random.Random, seed: int) -> str:
         pick.choice((0, 1, 5, 200)),
     )
     plain = lambda: (0, 1, 0, 0, 0, 0)
-    rules = [HeadRule(pick.randint(1, 700), pick.randint(0, 9), *pick.choice((paged, plain))()) for _ in range(heads)]
+    rules = [
+        HeadRule(pick.randint(1, 700), pick.randint(0, 9), *pick.choice((paged, plain))())
+        for _ in range(heads)
+    ]
     dtype, offset = pick.choice((torch.float32, torch.bfloat16)), keys - queries
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
     leaves = [draw_leaf(*shape, dtype=dtype) for shape in shapes]

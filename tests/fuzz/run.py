@@ -53,7 +53,8 @@ def runtimes() -> list[str]:
     """The sanitizers' libraries: Python is not built with them, so they have to be loaded first."""
     ask = lambda name: [*compiler(), f"-print-file-name={name}"]
     return [
-        subprocess.run(ask(n), capture_output=True, text=True).stdout.strip() for n in ("libasan.so", "libubsan.so")
+        subprocess.run(ask(n), capture_output=True, text=True).stdout.strip()
+        for n in ("libasan.so", "libubsan.so")
     ]
 
 
@@ -63,7 +64,9 @@ def environment(tool: str, folder: Path) -> dict[str, str]:
     if tool == "sanitize":
         found["LD_PRELOAD"] = " ".join(runtimes())
         # Python never frees all of its memory; deep stacks and a large quarantine only take time here
-        found["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0:malloc_context_size=3:quarantine_size_mb=32"
+        found["ASAN_OPTIONS"] = (
+            "detect_leaks=0:abort_on_error=0:malloc_context_size=3:quarantine_size_mb=32"
+        )
     else:
         library = folder / "guard.so"
         command = [
@@ -111,7 +114,9 @@ def fuzz(tool: str, first: int, calls: int) -> list[str]:
             begun = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
             if done.returncode:
                 last = int(begun[-1].split()[1].rstrip(":")) if begun else first
-                reports.append(f"{tool}, seed {last}, exit code {done.returncode}\n{done.stderr[-6000:]}")
+                reports.append(
+                    f"{tool}, seed {last}, exit code {done.returncode}\n{done.stderr[-6000:]}"
+                )
                 portion = last - first + 1  # go on behind it
             first, calls = first + portion, calls - portion
             print(f"{tool}: {first} done, {len(reports)} died", flush=True)
@@ -124,7 +129,9 @@ def work(tool: str, first: int, calls: int) -> None:
 
     if tool == "sanitize":
         plain = [flag for flag in native.flags() if not flag.startswith("-O")]
-        native.flags = lambda: plain + SANITIZERS  # libraries are kept under a name that depends on the flags
+        native.flags = lambda: (
+            plain + SANITIZERS
+        )  # libraries are kept under a name that depends on the flags
         native.compile_library = functools.partial(native.compile_library, more=SANITIZERS)
     if not cpu.library.core():
         raise SystemExit("the kernels were not built")
@@ -137,7 +144,9 @@ def work(tool: str, first: int, calls: int) -> None:
 
 def main() -> int:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz.run", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("tool", choices=("sanitize", "guard"))
     parser.add_argument("--calls", type=int, default=400)
     parser.add_argument("--first", type=int, default=0, help="the first seed")

@@ -42,5 +42,7 @@ def test_the_guard_sees(fault, tmp_path):
         + ("" if "freed" in fault else "del a\n")
     )
     variables = run.environment("guard", tmp_path)
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True
+    )
     assert done.returncode < 0, done.stderr

@@ -21,7 +21,9 @@ def dot(x, y):
 def poincare_distance(x, y, c):
     x, y, c = numbers(x), numbers(y), mpf(float(c))
     apart = [a - b for a, b in zip(x, y)]
-    return mp.acosh(1 + 2 * c * dot(apart, apart) / ((1 - c * dot(x, x)) * (1 - c * dot(y, y)))) / mp.sqrt(c)
+    return mp.acosh(
+        1 + 2 * c * dot(apart, apart) / ((1 - c * dot(x, x)) * (1 - c * dot(y, y)))
+    ) / mp.sqrt(c)
 
 
 def scattered(points, weights, at, c):
@@ -34,7 +36,10 @@ def minimum(f, start, step=0.1, until=1e-10):
     """The minimum of a convex function of the plane, by a pattern search."""
     best, value = list(start), f(start)
     while step > until:
-        tries = [[best[0] + dx * step, best[1] + dy * step] for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1))]
+        tries = [
+            [best[0] + dx * step, best[1] + dy * step]
+            for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1))
+        ]
         values = [f(t) for t in tries]
         if min(values) < value:
             value = min(values)

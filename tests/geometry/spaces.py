@@ -25,4 +25,6 @@ def tangents(*shape, seed=0, scale=1.0, dtype=torch.float64):
 def exact_distance(x, y, c):
     """Distances [n] of points [n, d], evaluated in 50 digits."""
     pairs = zip(x.tolist(), y.tolist(), strict=True)
-    return torch.tensor([float(oracle.poincare_distance(a, b, c)) for a, b in pairs], dtype=torch.float64)
+    return torch.tensor(
+        [float(oracle.poincare_distance(a, b, c)) for a, b in pairs], dtype=torch.float64
+    )

@@ -34,7 +34,10 @@ def leaves_of(*tensors):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_in_the_ball(name):
-    x, y = points(4, 3, c=1.3, seed=1).requires_grad_(), points(4, 3, c=1.3, seed=2).requires_grad_()
+    x, y = (
+        points(4, 3, c=1.3, seed=1).requires_grad_(),
+        points(4, 3, c=1.3, seed=2).requires_grad_(),
+    )
     c = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(FUNCTIONS[name], (x, y, c))
 
@@ -52,13 +55,18 @@ def test_scalars_and_their_derivatives(name):
 
     u.requires_grad_()
     (grad,) = torch.autograd.grad(function(u).sum(), u)
-    expected = [[float(f(mp.mpf(v))), float(mp.diff(f, mp.mpf(v), h=mp.mpf(v) / 10**15))] for v in u.tolist()]
+    expected = [
+        [float(f(mp.mpf(v))), float(mp.diff(f, mp.mpf(v), h=mp.mpf(v) / 10**15))]
+        for v in u.tolist()
+    ]
     value, slope = torch.tensor(expected, dtype=torch.float64).unbind(-1)
     assert_close(function(u), value, 1e-15 * 4, "value")
     assert_close(grad, slope, 1e-12, "derivative")
     zero = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     assert function(zero).item() == 1
-    assert torch.autograd.grad(function(zero).sum(), zero)[0].item() == pytest.approx(float(slope[0]), abs=1e-9)
+    assert torch.autograd.grad(function(zero).sum(), zero)[0].item() == pytest.approx(
+        float(slope[0]), abs=1e-9
+    )
 
 
 # c -> 0.
@@ -86,13 +94,20 @@ def test_flat_limit(c, dtype):
 @DTYPES
 def test_curvature_has_a_gradient_down_to_zero(dtype):
     """d(distance)/dc at c = 0, from the series in c: central differences in 50 digits."""
-    x, y = points(8, 3, seed=8, reach=0.5, dtype=dtype), points(8, 3, seed=9, reach=0.5, dtype=dtype)
+    x, y = (
+        points(8, 3, seed=8, reach=0.5, dtype=dtype),
+        points(8, 3, seed=9, reach=0.5, dtype=dtype),
+    )
     for start in (0.0, 1e-10, 1e-4):
         c = torch.tensor(start, dtype=dtype, requires_grad=True)
         (grad,) = torch.autograd.grad(poincare.distance(x, y, c).sum(), c)
         h = oracle.mpf("1e-12")
         slope = [
-            (oracle.poincare_distance(a, b, start + 2 * h) - oracle.poincare_distance(a, b, start + h)) / h
+            (
+                oracle.poincare_distance(a, b, start + 2 * h)
+                - oracle.poincare_distance(a, b, start + h)
+            )
+            / h
             for a, b in zip(x.tolist(), y.tolist())
         ]
         assert float(grad) == pytest.approx(float(sum(slope)), rel=1e-5)
@@ -170,7 +185,9 @@ def test_gradients_at_the_origin(dtype):
     assert_close(jacobian, torch.eye(4), 1e-6, "log0 exp0")
     y = poincare.expmap0(tangents(4, seed=16, scale=0.5, dtype=dtype), 1.0)
     grad = torch.func.grad(lambda v: poincare.distance(poincare.expmap0(v, 1.0), y, 1.0))(v)
-    assert_close(grad, -2 * torch.nn.functional.normalize(y, dim=0), 1e-5, "gradient of the distance")
+    assert_close(
+        grad, -2 * torch.nn.functional.normalize(y, dim=0), 1e-5, "gradient of the distance"
+    )
 
 
 @DTYPES

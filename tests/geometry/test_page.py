@@ -39,11 +39,15 @@ def test_the_functions_that_the_page_lists_are_all_there_are():
     public = {
         name
         for name, part in vars(geometry.poincare).items()
-        if callable(part) and part.__module__ == geometry.poincare.__name__ and not name.startswith("_")
+        if callable(part)
+        and part.__module__ == geometry.poincare.__name__
+        and not name.startswith("_")
     }
     assert set(re.findall(r"`(\w+)", listed)) == public
 
 
 def test_the_distance_that_the_page_gives_for_the_rim():
     rim = torch.tensor([geometry.poincare.LIMIT, 0.0], dtype=torch.float64)
-    assert geometry.poincare.distance(torch.zeros_like(rim), rim, 1.0).item() == pytest.approx(12.2, abs=0.05)
+    assert geometry.poincare.distance(torch.zeros_like(rim), rim, 1.0).item() == pytest.approx(
+        12.2, abs=0.05
+    )

@@ -36,7 +36,11 @@ def test_geoopt_agrees(c):
         ("expmap0", poincare.expmap0(v, c), ball.expmap0(v)),
         ("logmap0", poincare.logmap0(x, c), ball.logmap0(x)),
         ("gap", 2 / poincare.gap(x, c) / c**0.5, ball.lambda_x(x) / c**0.5),
-        ("midpoint", poincare.midpoint(x, c, weights[None])[0], ball.weighted_midpoint(x, weights=weights)),
+        (
+            "midpoint",
+            poincare.midpoint(x, c, weights[None])[0],
+            ball.weighted_midpoint(x, weights=weights),
+        ),
     ):
         assert_close(got, expected, 1e-9 / c**0.5, what)
     x.requires_grad_(), y.requires_grad_()
@@ -76,17 +80,23 @@ def test_exp_and_log(c):
     assert_close(poincare.logmap(near, poincare.expmap(near, v, c), c), v, small, "log exp")
     assert_close(poincare.expmap0(poincare.logmap0(x, c), c), x, small, "exp0 log0")
     assert_close(poincare.logmap0(poincare.expmap0(v, c), c), v, small, "log0 exp0")
-    assert_close(2 * log.norm(dim=-1) / poincare.gap(x, c), poincare.distance(x, y, c), small, "length")
+    assert_close(
+        2 * log.norm(dim=-1) / poincare.gap(x, c), poincare.distance(x, y, c), small, "length"
+    )
     assert_close(poincare.expmap(origin, v, c), poincare.expmap0(v, c), small, "exp at the origin")
     assert_close(poincare.logmap(origin, x, c), poincare.logmap0(x, c), small, "log at the origin")
-    assert_close(poincare.distance(origin, poincare.expmap0(v, c), c), 2 * v.norm(dim=-1), small, "radius")
+    assert_close(
+        poincare.distance(origin, poincare.expmap0(v, c), c), 2 * v.norm(dim=-1), small, "radius"
+    )
 
 
 @every_curvature
 def test_mobius_addition(c):
     a, x, y = (points(50, 4, c=c, seed=s) for s in (17, 18, 19))
     xy, x2, y2 = ((u * v).sum(-1, keepdim=True) for u, v in ((x, y), (x, x), (y, y)))
-    textbook = ((1 + 2 * c * xy + c * y2) * x + (1 - c * x2) * y) / (1 + 2 * c * xy + c**2 * x2 * y2)
+    textbook = ((1 + 2 * c * xy + c * y2) * x + (1 - c * x2) * y) / (
+        1 + 2 * c * xy + c**2 * x2 * y2
+    )
     total = poincare.mobius_add(x, y, c)
     assert_close(total, textbook, 1e-12 / c**0.5, "x ⊕ y")
     assert_close(poincare.mobius_add(-x, total, c), y, 1e-10 / c**0.5, "(-x) ⊕ (x ⊕ y)")
@@ -100,7 +110,9 @@ def test_near_points_keep_their_digits():
     x = points(20, 4, seed=23)
     moved = x + tangents(20, 4, seed=24, scale=1e-12)
     exact = (moved - x) / poincare.gap(x, 1.0)[:, None]
-    assert ((poincare.mobius_add(-x, moved, 1.0) - exact).norm(dim=-1) <= 1e-9 * exact.norm(dim=-1)).all()
+    assert (
+        (poincare.mobius_add(-x, moved, 1.0) - exact).norm(dim=-1) <= 1e-9 * exact.norm(dim=-1)
+    ).all()
     d = exact_distance(x, moved, 1.0)
     torch.testing.assert_close(poincare.distance(x, moved, 1.0), d, rtol=1e-12, atol=0)
 
@@ -115,7 +127,9 @@ def test_the_cone_rooms_exponential_map_is_this_one():
     below = x - torch.tensor([0.0, 0.0, 0.0, 1.0])
     image = torch.cat([2 * x[:, :-1], 1 - x.square().sum(-1, keepdim=True)], dim=-1)
     image = image / below.square().sum(-1, keepdim=True)
-    assert_close(torch.cat([horizontal(v, stretch), height[:, None]], dim=-1), image, 1e-10, "half space")
+    assert_close(
+        torch.cat([horizontal(v, stretch), height[:, None]], dim=-1), image, 1e-10, "half space"
+    )
 
 
 @every_curvature
@@ -129,7 +143,9 @@ def test_depth_grows_with_the_distance_from_the_origin(c):
 
 def test_angular_similarity():
     x, y = points(50, 4, seed=27), points(50, 4, seed=28)
-    assert_close(geometry.angular_similarity(x, y), torch.cosine_similarity(x, y, dim=-1), 1e-12, "cosine")
+    assert_close(
+        geometry.angular_similarity(x, y), torch.cosine_similarity(x, y, dim=-1), 1e-12, "cosine"
+    )
     zero = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     assert geometry.angular_similarity(zero, y).eq(0).all()
     geometry.angular_similarity(zero, y).sum().backward()
@@ -141,7 +157,11 @@ def test_angular_similarity():
 
 def least_scattered(x, weights, c):
     """The point that minimises Σ w cosh(√c d), by search in 50 digits over points of the plane."""
-    at = oracle.minimum(lambda at: oracle.scattered(x.tolist(), weights, at, c), x.mean(0).tolist(), step=0.1 / c**0.5)
+    at = oracle.minimum(
+        lambda at: oracle.scattered(x.tolist(), weights, at, c),
+        x.mean(0).tolist(),
+        step=0.1 / c**0.5,
+    )
     return torch.tensor([float(v) for v in at], dtype=torch.float64)
 
 
@@ -168,7 +188,9 @@ def test_midpoints_move_with_the_points_and_ignore_the_weights_scale():
     moved = poincare.midpoint(poincare.mobius_add(a, x, 1.0), 1.0, weights)
     assert_close(moved, poincare.mobius_add(a, m, 1.0), 1e-11, "after a translation")
     keep = [0, 1, 3, 4, 5, 6]
-    assert_close(poincare.midpoint(x[keep], 1.0, 100 * weights[:, keep]), m, 1e-10, "without weight zero")
+    assert_close(
+        poincare.midpoint(x[keep], 1.0, 100 * weights[:, keep]), m, 1e-10, "without weight zero"
+    )
     equal = poincare.midpoint(x, 1.0, torch.full((1, 7), 3.0))[0]
     assert_close(poincare.midpoint(x, 1.0), equal, 1e-12, "equal weights")
 
@@ -220,7 +242,11 @@ def test_half_precision_is_computed_in_float32(dtype):
     + [(f"poincare_to_{a}", "docs/geometry.md") for a in ("klein", "lorentz", "halfspace")],
 )
 def test_what_left_the_package_says_what_serves_instead(name, instead):
-    with pytest.raises(AttributeError, match=f"hf_hyperattn.geometry.{name} left the package; use .*{instead}"):
+    with pytest.raises(
+        AttributeError, match=f"hf_hyperattn.geometry.{name} left the package; use .*{instead}"
+    ):
         getattr(geometry, name)
-    with pytest.raises(AttributeError, match="has no 'kleins'; it has: angular_similarity, depth, poincare$"):
+    with pytest.raises(
+        AttributeError, match="has no 'kleins'; it has: angular_similarity, depth, poincare$"
+    ):
         geometry.kleins  # noqa: B018

@@ -24,7 +24,9 @@ def mean(k, factor):
 def test_klein_formula_over_poincare_coordinates():
     """Off by 0.29 in hyperbolic distance for (0.6, 0) and (0, 0.8) at c = 1."""
     right = poincare.midpoint(EXAMPLE, 1.0)
-    wrong = mean(EXAMPLE, (1 - EXAMPLE.square().sum(-1)).rsqrt())  # γ of Klein coordinates, given Poincaré ones
+    wrong = mean(
+        EXAMPLE, (1 - EXAMPLE.square().sum(-1)).rsqrt()
+    )  # γ of Klein coordinates, given Poincaré ones
     assert poincare.distance(right, wrong, 1.0).item() == pytest.approx(0.29, abs=0.005)
     assert_close(right, least_scattered(EXAMPLE, [1, 1], 1.0), 1e-8, "midpoint by search")
     scatter = lambda at: oracle.scattered(EXAMPLE.tolist(), [1, 1], at.tolist(), 1.0)

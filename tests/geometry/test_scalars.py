@@ -29,7 +29,9 @@ def test_vectors_along_an_axis_have_the_gradients_of_their_norm(size):
     (of_norm,) = torch.autograd.grad(norm, x, retain_graph=True)
     assert of_norm.tolist() == [0.0, 1.0, 0.0]
     jacobian = torch.stack([torch.autograd.grad(d, x, retain_graph=True)[0] for d in direction])
-    torch.testing.assert_close(jacobian, torch.diag(torch.tensor([1 / size, 0.0, 1 / size], dtype=torch.float64)))
+    torch.testing.assert_close(
+        jacobian, torch.diag(torch.tensor([1 / size, 0.0, 1 / size], dtype=torch.float64))
+    )
 
 
 def test_the_midpoint_of_one_value_along_an_axis_is_that_value():
@@ -37,7 +39,10 @@ def test_the_midpoint_of_one_value_along_an_axis_is_that_value():
     x = torch.tensor([0.0, 0.7], dtype=torch.float64, requires_grad=True)
     one, norm = torch.ones((), dtype=torch.float64), torch.linalg.vector_norm(x)
     columns = torch.cat(
-        [torch.sinh(2 * norm) * x / norm, torch.stack([torch.sinh(2 * norm), torch.exp(-2 * norm), one])]
+        [
+            torch.sinh(2 * norm) * x / norm,
+            torch.stack([torch.sinh(2 * norm), torch.exp(-2 * norm), one]),
+        ]
     )
     out = midpoint(columns.view(1, 1, 1, 5), one[None], 1.0)[0, 0, 0]
     jacobian = torch.stack([torch.autograd.grad(o, x, retain_graph=True)[0] for o in out])
@@ -60,5 +65,9 @@ def test_positions_at_the_limit_of_hype_have_a_slope(form):
     slopes = []
     for mu in (one.clone(), one - 1e-9):
         mu.requires_grad_()
-        slopes.append(torch.autograd.grad(definition(0 * places, places, mu, torch.ones_like(mu), form).sum(), mu)[0])
+        slopes.append(
+            torch.autograd.grad(
+                definition(0 * places, places, mu, torch.ones_like(mu), form).sum(), mu
+            )[0]
+        )
     torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-6, atol=0)

@@ -14,7 +14,16 @@ from hf_hyperattn.integration.hierarchy_context import ignores_hierarchy
 from hf_hyperattn.integration.stock import OURS
 from tests.hierarchy import toy_listener
 from tests.hierarchy.toy_listener import CALLS, ToyListenerConfig
-from tests.integration.models import FAMILIES, State, bert, difference, llama, perturb, run, text_inputs
+from tests.integration.models import (
+    FAMILIES,
+    State,
+    bert,
+    difference,
+    llama,
+    perturb,
+    run,
+    text_inputs,
+)
 from tests.model_patches.families import MODELS
 
 #: Families whose hosts attend to several different sequences, or to pooled keys, which no one hierarchy fits.
@@ -61,7 +70,11 @@ def test_every_family_hears_it(family):
     ha.patch_model(model, ToyListenerConfig())
     CALLS.clear()
     model(**inputs)
-    ignoring = {m.hyper.toy_listener for m in model.modules() if "hyper" in m._modules and ignores_hierarchy(m)}
+    ignoring = {
+        m.hyper.toy_listener
+        for m in model.modules()
+        if "hyper" in m._modules and ignores_hierarchy(m)
+    }
     lengths = {keys for _, keys, layer in CALLS if layer not in ignoring}
     assert len(lengths) == 1 or family == "served blip"
     for length in sorted(lengths):
@@ -107,7 +120,9 @@ def test_generation_with_a_cache_equals_without(family, form):
     assert all(h is not None for h in heard())
     assert torch.equal(generated(model, hierarchy=hierarchy), expected)
     if family == "llama":
-        static = generated(model, hierarchy=hierarchy, cache_implementation="static", disable_compile=True)
+        static = generated(
+            model, hierarchy=hierarchy, cache_implementation="static", disable_compile=True
+        )
         assert torch.equal(static, expected)
         assert not torch.equal(plain, expected)
     assert all(h is not None for h in heard())
@@ -118,7 +133,9 @@ def test_what_generation_computes_is_one_full_forward_pass():
     model = patched(llama)
     ids = random_ids()
     for hierarchy in (ids, Hierarchy.windows(11, (2, 4), text_inputs()["attention_mask"])):
-        out = generated(model, hierarchy=hierarchy, output_logits=True, return_dict_in_generate=True)
+        out = generated(
+            model, hierarchy=hierarchy, output_logits=True, return_dict_in_generate=True
+        )
         whole = as_hierarchy(hierarchy).fitted(2, 15)
         mask = torch.cat([text_inputs()["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
         inputs = dict(input_ids=out.sequences[:, :15], attention_mask=mask)
@@ -158,9 +175,13 @@ def test_assisted_decoding_equals_greedy(assistant):
     how = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, hierarchy=random_ids(1))
     greedy = model.generate(ids, attention_mask=mask, **how)
     heard()
-    assert torch.equal(model.generate(ids, attention_mask=mask, assistant_model=helper, **how), greedy)
+    assert torch.equal(
+        model.generate(ids, attention_mask=mask, assistant_model=helper, **how), greedy
+    )
     assert all(h is not None for h in heard())
-    assert torch.equal(model.generate(ids, attention_mask=mask, prompt_lookup_num_tokens=2, **how), greedy)
+    assert torch.equal(
+        model.generate(ids, attention_mask=mask, prompt_lookup_num_tokens=2, **how), greedy
+    )
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "served fsmt"])
@@ -220,7 +241,9 @@ def test_checkpointing_out_of_reach_is_refused():
     model = patched(llama)
     layer = model.model.layers[1]
     forward = layer.forward
-    layer.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    layer.forward = lambda *args, **kwargs: checkpoint(
+        forward, *args, use_reentrant=False, **kwargs
+    )
     with pytest.raises(RuntimeError, match="without the hierarchy of its call"):
         gradients(model, text_inputs() | {"use_cache": False}, hierarchy=random_ids())
 
@@ -234,7 +257,12 @@ def test_checkpoint_wrappers_of_fsdp_carry_it():
     layer = type(model.model.layers[0])
     wrapper.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, layer))
     got = gradients(model, inputs, hierarchy=hierarchy)
-    assert difference({n.replace("_checkpoint_wrapped_module.", ""): g for n, g in got.items()}, expected) <= 1e-6
+    assert (
+        difference(
+            {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in got.items()}, expected
+        )
+        <= 1e-6
+    )
 
 
 class Texts(torch.utils.data.Dataset):
@@ -250,7 +278,9 @@ class Texts(torch.utils.data.Dataset):
 def test_the_trainer_keeps_the_column(tmp_path, peft):
     model = patched(llama)
     model = get_peft_model(model, ha.lora_config(model)) if peft else model
-    arguments = hf.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
+    arguments = hf.TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no"
+    )
     assert arguments.remove_unused_columns
     hf.Trainer(model, arguments, train_dataset=Texts()).train()
     found = heard()
@@ -270,7 +300,10 @@ def test_compiled_whole_without_a_break(family):
     inputs |= {} if family == "bert" else {"use_cache": False}
     assert difference(run(compiled, inputs), expected) <= 1e-5
     mask = inputs["attention_mask"]
-    for hierarchy in (Hierarchy.windows(11, (2, 4), mask), random_ids()):  # the second may break the graph
+    for hierarchy in (
+        Hierarchy.windows(11, (2, 4), mask),
+        random_ids(),
+    ):  # the second may break the graph
         expected = run(model, inputs | {"hierarchy": hierarchy})
         torch.compiler.reset()
         loose = torch.compile(model, backend="aot_eager")
@@ -301,7 +334,9 @@ def test_unpatching_gives_back_the_class(family, tmp_path):
     assert model.config.architectures == [stock.__name__]
     ha.unpatch_model(model)
     state.facts.pop("model.config", None)
-    found = [d for d in state.differences(State(model)) if "architectures" not in d and "dtype" not in d]
+    found = [
+        d for d in state.differences(State(model)) if "architectures" not in d and "dtype" not in d
+    ]
     assert type(model) is stock and [d for d in found if "config" not in d] == []
 
 
@@ -355,7 +390,9 @@ def test_hooks_of_accelerate_keep_working():
         generated(model, hierarchy=random_ids())
 
 
-@pytest.mark.parametrize("make", [llama, bert, FAMILIES["bloom"][0]], ids=["llama", "bert", "bloom"])
+@pytest.mark.parametrize(
+    "make", [llama, bert, FAMILIES["bloom"][0]], ids=["llama", "bert", "bloom"]
+)
 def test_models_used_by_name_take_it(make):
     model = make()
     stock = type(model)

@@ -115,10 +115,14 @@ class Calls(LogitsProcessor):
 def test_a_model_called_by_a_logits_processor_hears_nothing(which):
     model = patched()
     calls = Calls({"itself": model, "part": model.model, "teacher": patched(llama, 1)}[which])
-    inputs = text_inputs() | dict(max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    inputs = text_inputs() | dict(
+        max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
+    )
     hierarchy = ids_of_groups()
     expected = model.generate(**inputs, hierarchy=hierarchy)
-    got = model.generate(**inputs, hierarchy=hierarchy, logits_processor=LogitsProcessorList([calls]))
+    got = model.generate(
+        **inputs, hierarchy=hierarchy, logits_processor=LogitsProcessorList([calls])
+    )
     assert torch.equal(got, expected)
     assert calls.found and not any(h is not None for h in calls.found)
 
@@ -130,14 +134,21 @@ def test_the_pass_of_guidance_without_the_prompt_hears_nothing(family):
     ids, hierarchy = torch.randint(5, 90, (2, 11)), ids_of_groups()
     how = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
     out = model.generate(
-        ids, hierarchy=hierarchy, guidance_scale=2.0, output_scores=True, return_dict_in_generate=True, **how
+        ids,
+        hierarchy=hierarchy,
+        guidance_scale=2.0,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **how,
     )
     with torch.no_grad():
         told = model(ids, hierarchy=hierarchy).logits[:, -1].log_softmax(-1)
         free = model(ids[:, -1:]).logits[:, -1].log_softmax(-1)
     expected = 2 * (told - free) + free
     assert torch.allclose(
-        out.scores[0].clamp_min(-1e3), expected.masked_fill(out.scores[0].isneginf(), -1e3), atol=1e-4
+        out.scores[0].clamp_min(-1e3),
+        expected.masked_fill(out.scores[0].isneginf(), -1e3),
+        atol=1e-4,
     )
     without = {keys for hierarchy, keys, _ in CALLS if hierarchy is None}
     assert without == {1, 2, 3}
@@ -159,7 +170,10 @@ def wait_after_first_layer(model, wait):
 def test_threads_of_one_model(family):
     """Two calls of one model at a time, with hierarchies of their own, and one without."""
     model = patched(MAKE[family])
-    calls = [text_inputs() | ({} if seed is None else {"hierarchy": ids_of_groups(seed)}) for seed in (0, 1, None)]
+    calls = [
+        text_inputs() | ({} if seed is None else {"hierarchy": ids_of_groups(seed)})
+        for seed in (0, 1, None)
+    ]
     expected = [run(model, inputs) for inputs in calls]
     assert difference(expected[0], expected[1]) > 1e-3
     barrier = threading.Barrier(3, timeout=60)
@@ -179,8 +193,12 @@ def test_a_compiled_model_hears_nothing_of_a_model_in_another_thread():
     assert inside.wait(60)
     torch._dynamo.reset()
     compiled = torch.compile(other, backend="eager")
-    assert difference(run(compiled, plain), expected[0]) <= 1e-5  # compiled while the other model runs
-    assert difference(run(compiled, short), expected[1]) <= 1e-5  # compiled again, for another length
+    assert (
+        difference(run(compiled, plain), expected[0]) <= 1e-5
+    )  # compiled while the other model runs
+    assert (
+        difference(run(compiled, short), expected[1]) <= 1e-5
+    )  # compiled again, for another length
     go_on.set()
     join()
     handle.remove()
@@ -212,7 +230,9 @@ def test_calls_that_are_checkpointed_before_any_is_computed_again(order, reentra
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     inputs = text_inputs() | {"use_cache": False}
-    calls = [inputs | ({} if seed is None else {"hierarchy": ids_of_groups(seed)}) for seed in order]
+    calls = [
+        inputs | ({} if seed is None else {"hierarchy": ids_of_groups(seed)}) for seed in order
+    ]
 
     def gradients(loss):
         model.zero_grad()
@@ -233,11 +253,18 @@ def test_a_hierarchy_that_no_mechanism_uses_is_warned_of_once(way, caplog):
     if way == "by name":
         model.set_attn_implementation(mechanism)
     else:
-        ha.patch_model(model, ha.ConeConfig() if mechanism == "cone" else ha.SparseConfig(), ha.HeadFusionConfig())
+        ha.patch_model(
+            model,
+            ha.ConeConfig() if mechanism == "cone" else ha.SparseConfig(),
+            ha.HeadFusionConfig(),
+        )
     for _ in range(2):
         run(model, text_inputs() | {"hierarchy": ids_of_groups()})
     (record,) = [r for r in caplog.records if r.name == "hf_hyperattn"]
-    assert f"attention that runs {mechanism}" in record.message and "which ignores it" in record.message
+    assert (
+        f"attention that runs {mechanism}" in record.message
+        and "which ignores it" in record.message
+    )
 
 
 def test_parts_by_name_take_hierarchies_beside_patched_parts(tmp_path):

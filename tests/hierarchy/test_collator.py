@@ -7,7 +7,15 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 import hf_hyperattn as ha
 from hf_hyperattn.integration.stock import OURS
@@ -25,7 +33,13 @@ SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
 
 
 def wrapped(tokenizer, **options):
-    names = dict(pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]", mask_token="[UNK]")
+    names = dict(
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="[UNK]",
+        mask_token="[UNK]",
+    )
     return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, **options)
 
 
@@ -35,7 +49,8 @@ def byte_level(**options):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet)
+        TEXTS,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet),
     )
     return wrapped(tokenizer, **options)
 
@@ -45,7 +60,9 @@ def word_piece(**options):
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    tokenizer.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=60, special_tokens=SPECIAL))
+    tokenizer.train_from_iterator(
+        TEXTS, trainers.WordPieceTrainer(vocab_size=60, special_tokens=SPECIAL)
+    )
     pieces = [("[CLS]", 1), ("[SEP]", 2)]
     tokenizer.post_processor = processors.BertProcessing(pieces[1], pieces[0])
     return wrapped(tokenizer, **options)
@@ -70,7 +87,10 @@ def listener():
 
 
 def rows_of(columns):
-    return [{key: value[row] for key, value in columns.items()} for row in range(len(columns["input_ids"]))]
+    return [
+        {key: value[row] for key, value in columns.items()}
+        for row in range(len(columns["input_ids"]))
+    ]
 
 
 def of(ids, row):
@@ -82,7 +102,9 @@ def said(tokenizer, text):
     sentences = [s for part in text.split("\n\n") for s in part.replace("! ", ". ").split(". ")]
     begins = [text.index(sentence) for sentence in sentences]
     rows = []
-    for number, (begin, end) in enumerate(tokenizer(text, return_offsets_mapping=True)["offset_mapping"]):
+    for number, (begin, end) in enumerate(
+        tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    ):
         if (begin, end) == (0, 0):
             rows.append([-1 - number] * 3)
             continue
@@ -141,7 +163,10 @@ def test_pairs_have_a_part_for_each_text():
     found = collator.tokenize(["One two. Three."], ["Five five."])
     tree = of(torch.tensor(found["hierarchy"]), 0)
     specials = [i for i, token in enumerate(found["input_ids"][0]) if token in (1, 2)]
-    assert all(special in tree for special in specials) and sum(isinstance(part, list) for part in tree) == 2
+    assert (
+        all(special in tree for special in specials)
+        and sum(isinstance(part, list) for part in tree) == 2
+    )
 
 
 @pytest.mark.parametrize("make", [llama, bert])
@@ -149,7 +174,9 @@ def test_training_from_texts_to_attention(make, tmp_path):
     model = ha.patch_model(make(vocab_size=400), ToyListenerConfig())
     tokenizer = byte_level()
     collator = ha.HierarchyCollator(tokenizer)
-    data = Dataset.from_dict({"text": TEXTS}).map(lambda rows: collator.tokenize(rows["text"]), batched=True)
+    data = Dataset.from_dict({"text": TEXTS}).map(
+        lambda rows: collator.tokenize(rows["text"]), batched=True
+    )
     arguments = hf.TrainingArguments(
         str(tmp_path),
         max_steps=2,
@@ -183,7 +210,10 @@ def test_errors():
     tokenizer = byte_level()
     flat = hf.DataCollatorWithFlattening()
     collator = ha.HierarchyCollator(tokenizer, collator=flat)
-    features = [{k: v for k, v in row.items() if k != "attention_mask"} for row in rows_of(collator.tokenize(TEXTS))]
+    features = [
+        {k: v for k, v in row.items() if k != "attention_mask"}
+        for row in rows_of(collator.tokenize(TEXTS))
+    ]
     with pytest.raises(ValueError, match="DataCollatorWithFlattening made 1 rows"):
         collator(features)
 
@@ -195,6 +225,12 @@ def test_minilm_reads_its_own_tokens():
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     collator = ha.HierarchyCollator(tokenizer, ("sentence", "word"))
     text = ["The first sentence is unbelievably short. A second one, unhyphenated. And 3 more!"]
-    with_column, plain = collator(rows_of(collator.tokenize(text))), collator(rows_of(tokenizer(text)))
-    groups = [[part for part in of(b["hierarchy"], 0) if isinstance(part, list)] for b in (with_column, plain)]
+    with_column, plain = (
+        collator(rows_of(collator.tokenize(text))),
+        collator(rows_of(tokenizer(text))),
+    )
+    groups = [
+        [part for part in of(b["hierarchy"], 0) if isinstance(part, list)]
+        for b in (with_column, plain)
+    ]
     assert [leaves(g) for g in groups[0]] == [leaves(g) for g in groups[1]] and len(groups[0]) == 3

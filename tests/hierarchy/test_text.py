@@ -41,7 +41,9 @@ texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=25).map("".join)
 def cut(text, seed):
     """Tokens at random places, as offsets."""
     generator = random.Random(seed)
-    places = sorted({0, len(text), *(generator.randrange(len(text)) for _ in range(len(text) // 2))})
+    places = sorted(
+        {0, len(text), *(generator.randrange(len(text)) for _ in range(len(text) // 2))}
+    )
     return list(zip(places, places[1:], strict=False))
 
 
@@ -66,7 +68,9 @@ def paragraph_of(text, place):
             end += 1
         blank = "\n" in text[begin + 1 : end]
         started_before = (
-            begin > 0 and text[:begin].rstrip() != text[:begin] and "\n" in text[len(text[:begin].rstrip()) : begin]
+            begin > 0
+            and text[:begin].rstrip() != text[:begin]
+            and "\n" in text[len(text[:begin].rstrip()) : begin]
         )
         count += blank and not started_before and end <= place
     return count
@@ -87,7 +91,9 @@ def word_of(text, place):
 @given(texts, st.integers(0, 99))
 def test_paragraphs_and_words_by_brute_force(text, seed):
     offsets = cut(text, seed)
-    rows = [[paragraph_of(text, c), word_of(text, c)] for c in (character(text, o) for o in offsets)]
+    rows = [
+        [paragraph_of(text, c), word_of(text, c)] for c in (character(text, o) for o in offsets)
+    ]
     found = Hierarchy.from_text(text, offsets, ("paragraph", "word"))
     assert of(found) == oracle.by_ids(rows)
 
@@ -198,8 +204,14 @@ def test_python_definitions_equal_the_parser(module):
     found = 0
     for begin, end in definitions(source):
         later = [n for n in solid if n > end]
-        ends = range(end, (later[0] if later else len(lines) + 1))  # blank lines after it belong to it
-        code = [n for n in range(end + 1, len(lines) + 1) if source[slice(*lines[n - 1])].strip().startswith("#")]
+        ends = range(
+            end, (later[0] if later else len(lines) + 1)
+        )  # blank lines after it belong to it
+        code = [
+            n
+            for n in range(end + 1, len(lines) + 1)
+            if source[slice(*lines[n - 1])].strip().startswith("#")
+        ]
         ends = {*ends, *code, *(n for c in code for n in range(c, len(lines) + 1))}  # and comments
         found += any((begin, e) in spans for e in ends)
     everything = list(definitions(source))

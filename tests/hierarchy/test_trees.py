@@ -27,7 +27,10 @@ def test_the_normal_form_is_the_same_tree(parents):
     assert torch.equal(again.parents, tree.parents)
     count = torch.bincount(tree.parents[:-1], minlength=tree.nodes)
     assert bool((count[tree.leaves :] > 1).all()) or tree.leaves == 1
-    assert bool((tree.parents[:-1] > torch.arange(tree.nodes - 1)).all()) and int(tree.parents[-1]) == -1
+    assert (
+        bool((tree.parents[:-1] > torch.arange(tree.nodes - 1)).all())
+        and int(tree.parents[-1]) == -1
+    )
 
 
 @few
@@ -48,7 +51,9 @@ def test_what_is_derived_equals_recursion(parents):
         node, depth = found[tuple(sorted(under[number]))]
         assert int(tree.sizes[number]) == oracle.size(node) and int(tree.depth[number]) == depth
         assert int(tree.height[number]) == oracle.height(node)
-        assert int(tree.first_leaf[number]) == oracle.first(node) and int(tree.branching[number]) == len(node)
+        assert int(tree.first_leaf[number]) == oracle.first(node) and int(
+            tree.branching[number]
+        ) == len(node)
         assert [under[c] for c in children[number]] == [set(oracle.leaves(part)) for part in node]
 
 
@@ -65,7 +70,9 @@ def test_families_hold_every_inner_node_once_children_first(parents):
             assert row == children + [-1] * (len(row) - len(children))
             first = tree.first_leaf[children].tolist()
             assert first == sorted(first)
-            assert all(int(tree.parents[c]) == parent for c in children) and seen.issuperset(children)
+            assert all(int(tree.parents[c]) == parent for c in children) and seen.issuperset(
+                children
+            )
             seen.add(parent)
     assert seen == set(range(tree.nodes))
 
@@ -74,7 +81,11 @@ def test_families_hold_every_inner_node_once_children_first(parents):
 @given(st.data(), st.integers(1, 4), st.integers(1, 12))
 def test_group_ids_equal_nested_groups(data, levels, length):
     rows = data.draw(
-        st.lists(st.lists(st.integers(0, 2), min_size=levels, max_size=levels), min_size=length, max_size=length)
+        st.lists(
+            st.lists(st.integers(0, 2), min_size=levels, max_size=levels),
+            min_size=length,
+            max_size=length,
+        )
     )
     hierarchy = Hierarchy.from_segment_ids(torch.tensor([rows]))
     assert of(hierarchy.tree()) == oracle.by_ids(rows)
@@ -90,7 +101,8 @@ def test_the_tensor_form_comes_back(parents, data):
     ids = hierarchy.to_ids()
     assert ids.shape[:2] == (len(trees), length)
     assert torch.equal(
-        ids[..., 0] < 0, torch.stack([~torch.isin(torch.arange(length), torch.tensor(t)) for t in tokens])
+        ids[..., 0] < 0,
+        torch.stack([~torch.isin(torch.arange(length), torch.tensor(t)) for t in tokens]),
     )
     again = Hierarchy.from_ids(ids)
     assert again.length == length
@@ -126,11 +138,18 @@ def test_windows_equal_their_definition(length, factors):
     rows = [[i // size for size in reversed(sizes)] for i in range(length)]
     expected = oracle.by_ids(rows) if sizes else list(range(length))
     assert of(hierarchy.tree()) == expected
-    assert torch.equal(Hierarchy.from_ids(hierarchy.to_ids()).tree().parents, hierarchy.tree().parents)
+    assert torch.equal(
+        Hierarchy.from_ids(hierarchy.to_ids()).tree().parents, hierarchy.tree().parents
+    )
 
 
 @few
-@given(st.integers(1, 9), st.integers(0, 5), st.integers(0, 5), st.sampled_from([(2,), (2, 4), (3, 6), ()]))
+@given(
+    st.integers(1, 9),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.sampled_from([(2,), (2, 4), (3, 6), ()]),
+)
 def test_windows_start_at_the_first_real_token(real, left, right, sizes):
     mask = torch.tensor([[0] * left + [1] * real + [0] * right, [1] * (left + real + right)])
     hierarchy = Hierarchy.windows(mask.shape[1], sizes, mask)
@@ -144,20 +163,31 @@ def test_windows_start_at_the_first_real_token(real, left, right, sizes):
 def test_windows_count_real_tokens_around_padding_in_between():
     mask = torch.tensor([[0, 1, 0, 1, 1, 0, 0, 1]])
     hierarchy = Hierarchy.windows(8, (2,), mask)
-    assert of(hierarchy.tree()) == [[0, 1], [2, 3]] and hierarchy.tokens_of().tolist() == [1, 3, 4, 7]
+    assert of(hierarchy.tree()) == [[0, 1], [2, 3]] and hierarchy.tokens_of().tolist() == [
+        1,
+        3,
+        4,
+        7,
+    ]
 
 
 @few
 @given(st.data(), st.integers(1, 8), st.integers(1, 5), st.integers(0, 3))
 def test_growing_in_one_step_or_in_several(data, length, more, left):
-    rows = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=2), min_size=length, max_size=length))
+    rows = data.draw(
+        st.lists(
+            st.lists(st.integers(0, 2), min_size=2, max_size=2), min_size=length, max_size=length
+        )
+    )
     rows = [[-1, -1]] * left + rows
     first = Hierarchy.from_ids(torch.tensor([rows]))
     whole, steps = first.fitted(1, len(rows) + more), first
     for step in range(1, more + 1):
         steps = steps.fitted(1, len(rows) + step)
     assert torch.equal(whole.tree().parents, steps.tree().parents)
-    assert len(set(whole.tree().parents[length - 1 : length + more].tolist())) == 1  # siblings of the last token
+    assert (
+        len(set(whole.tree().parents[length - 1 : length + more].tolist())) == 1
+    )  # siblings of the last token
     back = whole.fitted(1, len(rows))
     assert torch.equal(back.tree().parents, first.tree().parents)
 
@@ -165,7 +195,10 @@ def test_growing_in_one_step_or_in_several(data, length, more, left):
 def test_windows_grow_by_windows():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     grown = Hierarchy.windows(5, (2, 4), mask).fitted(4, 9)
-    assert grown.rows == 4 and of(grown.tree(0)) == of(grown.tree(1)) == [[[0, 1], [2, 3]], [[4, 5], 6]]
+    assert grown.rows == 4 and of(grown.tree(0)) == of(grown.tree(1)) == [
+        [[0, 1], [2, 3]],
+        [[4, 5], 6],
+    ]
     assert of(grown.tree(3)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], 8]
 
 
@@ -177,7 +210,9 @@ def test_growing_continues_the_last_group():
     ]
 
 
-@pytest.mark.parametrize("sides", [(1, 1), (2, 2), (4, 4), (5, 6), (7, 7), (14, 14), (1, 5), (3, 17)])
+@pytest.mark.parametrize(
+    "sides", [(1, 1), (2, 2), (4, 4), (5, 6), (7, 7), (14, 14), (1, 5), (3, 17)]
+)
 @pytest.mark.parametrize("before, after", [(0, 0), (1, 0), (5, 1)])
 def test_quadtrees_equal_nested_cells(sides, before, after):
     rows, columns = sides
@@ -185,12 +220,19 @@ def test_quadtrees_equal_nested_cells(sides, before, after):
 
     def cell(r, c, side):
         found = [
-            before + i * columns + j for i in range(r, min(r + side, rows)) for j in range(c, min(c + side, columns))
+            before + i * columns + j
+            for i in range(r, min(r + side, rows))
+            for j in range(c, min(c + side, columns))
         ]
         if side == 1:
             return found
         half = side // 2
-        return [cell(a, b, half) for a in (r, r + half) for b in (c, c + half) if a < rows and b < columns]
+        return [
+            cell(a, b, half)
+            for a in (r, r + half)
+            for b in (c, c + half)
+            if a < rows and b < columns
+        ]
 
     side = 1
     while side < max(sides):
@@ -206,7 +248,8 @@ def test_quadtrees_equal_nested_cells(sides, before, after):
 @given(st.lists(random_parents(8), min_size=1, max_size=3), st.integers(0, 2))
 def test_joined_signals(parents, special):
     parts = [
-        Hierarchy.from_parents(p, kinds=[1] * len(p), kind_names=("", f"kind{i % 2}")) for i, p in enumerate(parents)
+        Hierarchy.from_parents(p, kinds=[1] * len(p), kind_names=("", f"kind{i % 2}"))
+        for i, p in enumerate(parents)
     ]
     joined = Hierarchy.join([special, *parts])
     start, expected = special, list(range(special))
@@ -216,7 +259,9 @@ def test_joined_signals(parents, special):
     assert joined.length == start and of(joined.tree()) == oracle.collapsed(expected)
     tree = joined.tree()
     names = {tree.kind_names[k] for k in tree.kinds[tree.leaves :].tolist()}
-    assert names <= {"signals", "kind0", "kind1"} and (special + len(parts) < 2 or "signals" in names)
+    assert names <= {"signals", "kind0", "kind1"} and (
+        special + len(parts) < 2 or "signals" in names
+    )
 
 
 def shifted(tree, by):
@@ -243,7 +288,9 @@ def test_spans_nest():
 
 def test_a_hierarchy_of_parents_is_one_row_or_several():
     one = Hierarchy.from_parents([3, 3, 4, 4, -1])
-    several = Hierarchy.from_parents([[3, 3, 4, 4, -1], torch.tensor([2, 2, -1])], tokens=[None, [1, 4]])
+    several = Hierarchy.from_parents(
+        [[3, 3, 4, 4, -1], torch.tensor([2, 2, -1])], tokens=[None, [1, 4]]
+    )
     assert one.rows == 1 and several.rows == 2 and several.length == 5
     assert of(several.tree(0)) == of(one.tree()) == [[0, 1], 2] and of(several.tree(1)) == [0, 1]
 
@@ -272,7 +319,11 @@ def test_deep_and_long_trees():
         tree.parents, torch.tensor(parents)
     )
     windows = Hierarchy.windows(8192, [2**i for i in range(1, 13)]).tree()
-    assert int(windows.height[-1]) == 13 and len(windows.families) == 13 and windows.nodes == 2 * 8192 - 1
+    assert (
+        int(windows.height[-1]) == 13
+        and len(windows.families) == 13
+        and windows.nodes == 2 * 8192 - 1
+    )
 
 
 WRONG = {

@@ -36,7 +36,12 @@ class ToyListener(MechanismLayer):
         if heard is None:
             return plan
         batch, keys, queries = call.key.shape[0], call.key.shape[2], call.query.shape[2]
-        groups = as_hierarchy(heard).fitted(batch, keys, growing=call.is_causal).to_ids()[..., -1].expand(batch, -1)
+        groups = (
+            as_hierarchy(heard)
+            .fitted(batch, keys, growing=call.is_causal)
+            .to_ids()[..., -1]
+            .expand(batch, -1)
+        )
         own = groups.gather(1, own_slots(plan).expand(batch, queries))
         same = (own[:, :, None] == groups[:, None]).to(call.query.dtype)[:, None]
         weight = torch.ones(call.query.shape[1]) if self.weight is None else self.weight

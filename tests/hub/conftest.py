@@ -17,7 +17,15 @@ from .loopback import OWNER_TOKEN, Hub
 
 CLIENTS = Path(__file__).parent / "clients"
 ROOT = Path(__file__).parents[2]
-FORGET = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "HF_HUB_CACHE")
+FORGET = (
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "HF_HUB_CACHE",
+)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,9 @@ class Hub:
         self.server.daemon_threads = True
         self.server.hub = self
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
 
     def __enter__(self) -> "Hub":
         self.thread.start()
@@ -45,8 +47,12 @@ class Hub:
         (half of the file sent, nothing where a download is resumed). "none" disarms everything.
         """
         if what not in ("commit", "commit-answer", "download", "none"):
-            raise Refused(400, None, f"unknown fault {what!r}; allowed: commit, commit-answer, download, none")
-        self.faults = [] if what == "none" else [*self.faults, {"what": what, "path": path, "times": times}]
+            raise Refused(
+                400, None, f"unknown fault {what!r}; allowed: commit, commit-answer, download, none"
+            )
+        self.faults = (
+            [] if what == "none" else [*self.faults, {"what": what, "path": path, "times": times}]
+        )
 
     def take(self, what: str, url: str) -> bool:
         """Use up one armed fault, if one fits."""

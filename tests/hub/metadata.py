@@ -64,7 +64,11 @@ def _index_errors(index) -> list[str]:
                 for key in keys
                 if not isinstance(result.get(part, {}).get(key), str)
             ]
-            errors += ['"metrics.value" is required' for metric in result["metrics"] if "value" not in metric]
+            errors += [
+                '"metrics.value" is required'
+                for metric in result["metrics"]
+                if "value" not in metric
+            ]
     return errors
 
 
@@ -82,11 +86,15 @@ def card_errors(content: str) -> list[str]:
         errors.append('"license_name" is required with license "other"')
     for model in _strings(header.get("base_model", [])):
         if not isinstance(model, str) or not MODEL_ID.match(model):
-            errors.append(f'"base_model" with value {model!r} is not valid. Use a model id from https://hf.co/models.')
+            errors.append(
+                f'"base_model" with value {model!r} is not valid. Use a model id from https://hf.co/models.'
+            )
     if header.get("base_model_relation", "finetune") not in RELATIONS:
         errors.append('"base_model_relation" must be one of adapter, finetune, quantized, merge')
     for key in ("tags", "datasets", "metrics", "language"):
-        if any(not isinstance(entry, str) or not entry for entry in _strings(header.get(key) or [])):
+        if any(
+            not isinstance(entry, str) or not entry for entry in _strings(header.get(key) or [])
+        ):
             errors.append(f'"{key}" must be a list of strings')
     for key in ("library_name", "pipeline_tag"):
         if key in header and not isinstance(header[key], str):

@@ -39,12 +39,16 @@ class Plumbing(BaseHTTPRequestHandler):
             for verb, pattern, name in self.routes:
                 match = re.fullmatch(pattern, path)
                 if verb == method and match:
-                    return getattr(self, "on_" + name)(**{k: v for k, v in match.groupdict().items() if v is not None})
+                    return getattr(self, "on_" + name)(
+                        **{k: v for k, v in match.groupdict().items() if v is not None}
+                    )
             self.hub.unknown.append(f"{self.command} {path}")
             raise Refused(501, None, f"loopback Hub does not know {self.command} {path}")
         except Refused as error:
             self.read_body()
-            headers = {"X-Error-Message": error.message} | ({"X-Error-Code": error.code} if error.code else {})
+            headers = {"X-Error-Message": error.message} | (
+                {"X-Error-Code": error.code} if error.code else {}
+            )
             self.answer({"error": error.message}, error.status, headers)
 
     def authenticate(self) -> str | None:
@@ -95,8 +99,14 @@ class Plumbing(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if status in (200, 206) and isinstance(body, bytes) and self.hub.take("download", self.path):
-            self.wfile.write(data[: len(data) // 2] if status == 200 else b"")  # a resumed download gets no further
+        if (
+            status in (200, 206)
+            and isinstance(body, bytes)
+            and self.hub.take("download", self.path)
+        ):
+            self.wfile.write(
+                data[: len(data) // 2] if status == 200 else b""
+            )  # a resumed download gets no further
             return self.hang_up()
         self.wfile.write(data)
 

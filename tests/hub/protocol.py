@@ -35,7 +35,9 @@ class Handler(Plumbing):
             raise Refused(401, None, "Invalid username or password.")
         repo = f"{wanted.get('organization') or self.user}/{wanted['name']}"
         if not repo.startswith(self.user + "/"):
-            raise Refused(403, None, f"You don't have the rights to create a model under {repo.split('/')[0]}")
+            raise Refused(
+                403, None, f"You don't have the rights to create a model under {repo.split('/')[0]}"
+            )
         url = {"url": f"{self.hub.endpoint}/{repo}"}
         private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
         try:
@@ -46,14 +48,18 @@ class Handler(Plumbing):
 
     def on_validate_yaml(self):
         """POST /api/validate-yaml: 400 with the list of errors where the card's header is refused."""
-        errors = [{"message": message} for message in card_errors(json.loads(self.read_body())["content"])]
+        errors = [
+            {"message": message} for message in card_errors(json.loads(self.read_body())["content"])
+        ]
         self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def on_whoami(self):
         """GET /api/whoami-v2."""
         if self.user is None:
             raise Refused(401, None, "Invalid user token.")
-        self.answer({"type": "user", "name": self.user, "orgs": [], "auth": {"type": "access_token"}})
+        self.answer(
+            {"type": "user", "name": self.user, "orgs": [], "auth": {"type": "access_token"}}
+        )
 
     def on_preupload(self, repo, rev):
         """POST .../preupload: every file is "regular"; an unchanged file is recognised by its oid."""
@@ -87,15 +93,30 @@ class Handler(Plumbing):
         repository = self.hub.store.get(repo, self.user)
         oid = repository.resolve(rev)
         siblings = [{"rfilename": path} for path in sorted(repository.trees[oid])]
-        self.answer({"id": repo, "sha": oid, "private": repository.private, "tags": [], "siblings": siblings})
+        self.answer(
+            {
+                "id": repo,
+                "sha": oid,
+                "private": repository.private,
+                "tags": [],
+                "siblings": siblings,
+            }
+        )
 
     def on_tree(self, repo, rev, path=""):
         """GET .../tree: always recursive, files only."""
         repository = self.hub.store.get(repo, self.user)
         files = repository.trees[repository.resolve(rev)]
-        wanted = {name: data for name, data in files.items() if not path or name.startswith(path.rstrip("/") + "/")}
+        wanted = {
+            name: data
+            for name, data in files.items()
+            if not path or name.startswith(path.rstrip("/") + "/")
+        }
         self.answer(
-            [{"type": "file", "path": name, "size": len(data), "oid": blob_oid(data)} for name, data in wanted.items()]
+            [
+                {"type": "file", "path": name, "size": len(data), "oid": blob_oid(data)}
+                for name, data in wanted.items()
+            ]
         )
 
     def on_resolve(self, repo, rev, path):
@@ -124,7 +145,10 @@ class Handler(Plumbing):
         repository = self.hub.store.repositories.get(repo)
         if repository is None:
             return self.answer({"exists": False})
-        files = {path: blob_oid(data) for path, data in repository.trees[repository.heads["main"]].items()}
+        files = {
+            path: blob_oid(data)
+            for path, data in repository.trees[repository.heads["main"]].items()
+        }
         self.answer({
             "exists": True, "private": repository.private, "commits": len(repository.history), "files": files,
         })  # fmt: skip

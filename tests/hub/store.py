@@ -108,6 +108,10 @@ class Store:
         with self.lock:
             parent = repository.resolve(branch)
             if header.get("parentCommit") not in (None, parent):
-                raise Refused(412, None, "A commit has happened since. Please refresh and try again.")
-            files = {path: data for path, data in repository.trees[parent].items() if path not in deleted}
+                raise Refused(
+                    412, None, "A commit has happened since. Please refresh and try again."
+                )
+            files = {
+                path: data for path, data in repository.trees[parent].items() if path not in deleted
+            }
             return repository.append(branch, files | written)

@@ -23,17 +23,29 @@ def saved_model(directory):
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {
         "__metadata__": {"format": "pt"},
-        "model.layers.3.self_attn.hyper.cone.gate": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]},
-        "model.layers.3.self_attn.q_proj.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [36, 60]},
+        "model.layers.3.self_attn.hyper.cone.gate": {
+            "dtype": "F32",
+            "shape": [9],
+            "data_offsets": [0, 36],
+        },
+        "model.layers.3.self_attn.q_proj.weight": {
+            "dtype": "F32",
+            "shape": [2, 3],
+            "data_offsets": [36, 60],
+        },
     }
     header = json.dumps(tensors).encode()
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(60))
+    (directory / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(60)
+    )
     return directory
 
 
 def stub(**header) -> ModelCard:
     """Transformers' placeholder, with header entries that somebody added on the Hub."""
-    card = ModelCard.from_template(ModelCardData(library_name="transformers"), model_description=STUB_NOTE)
+    card = ModelCard.from_template(
+        ModelCardData(library_name="transformers"), model_description=STUB_NOTE
+    )
     for key, value in header.items():
         card.data[key] = value
     return card
@@ -82,7 +94,11 @@ def test_a_placeholder_is_replaced_and_its_header_kept(tmp_path):
     card = stub(license="mit", tags=["mine"], base_model="org/base", language="de")
     card.save(saved_model(tmp_path) / "README.md")
     written = ModelCard.load(hub_cards.write_card(tmp_path))
-    assert (written.data.license, written.data.base_model, written.data.language) == ("mit", "org/base", "de")
+    assert (written.data.license, written.data.base_model, written.data.language) == (
+        "mit",
+        "org/base",
+        "de",
+    )
     assert "mine" in written.data.tags and "`org/base`" in written.text
     assert hub_cards.write_card(tmp_path) is not None
 

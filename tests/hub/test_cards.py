@@ -28,7 +28,9 @@ def rendered(kind: str, **facts):
     if kind == "config":
         return hub_cards.render_config_card(SPEC, **facts)
     if kind == "adapter":
-        return hub_cards.render_adapter_card(SPEC, "org/base", "apache-2.0", adapter=ADAPTER, **facts)
+        return hub_cards.render_adapter_card(
+            SPEC, "org/base", "apache-2.0", adapter=ADAPTER, **facts
+        )
     return hub_cards.render_model_card(SPEC, "org/base", "apache-2.0", **facts)
 
 
@@ -42,7 +44,8 @@ def test_a_card_survives_saving_and_loading(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, library, relation", [("model", "transformers", "finetune"), ("adapter", "peft", "adapter")]
+    "kind, library, relation",
+    [("model", "transformers", "finetune"), ("adapter", "peft", "adapter")],
 )
 def test_the_header(kind, library, relation):
     facts = {
@@ -64,7 +67,9 @@ def test_the_header(kind, library, relation):
 
 
 def test_what_was_changed_and_where():
-    changed = rows(rendered("model", parameters_added=1234, parameters_total=5678), "What was changed")
+    changed = rows(
+        rendered("model", parameters_added=1234, parameters_total=5678), "What was changed"
+    )
     assert ["`cone`", "score", '`variant="umbral", gamma=0.5, radius=1.0`'] in changed
     assert ["`hype`", "bias", '`slopes="alibi", max_length=4096`'] in changed
     assert ["Attention modules", "`model.layers.(3-5, 9).self_attn`"] in changed
@@ -85,7 +90,9 @@ def test_a_card_without_numbers_says_so():
 
 
 def test_how_to_load():
-    text = rendered("model", repo_id="me/mine", auto_class="AutoModelForCausalLM", tokenizer=True).text
+    text = rendered(
+        "model", repo_id="me/mine", auto_class="AutoModelForCausalLM", tokenizer=True
+    ).text
     code = text.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert "import hf_hyperattn" in code and f"\n{install()}\n" in text
@@ -99,7 +106,9 @@ def test_every_paper_is_cited_once():
         for paper in about.papers:
             assert text.count(paper.split("arXiv ")[1]) == 1
     both = rendered("model").text
-    assert all(number in both for number in ("2306.00392", "2305.15215", "2310.19676", "2108.12409"))
+    assert all(
+        number in both for number in ("2306.00392", "2305.15215", "2310.19676", "2108.12409")
+    )
 
 
 def test_a_mechanism_from_elsewhere_is_described_by_its_maker():
@@ -108,7 +117,9 @@ def test_a_mechanism_from_elsewhere_is_described_by_its_maker():
     card = hub_cards.render_model_card(spec, about=about)
     assert ["`toy`", "bias", "`depth=2`"] in rows(card, "What was changed")
     assert "Adds a toy." in card.text and "Toys, arXiv 0000.00000" in card.text
-    assert ["`toy`", "not stated", "`depth=2`"] in rows(hub_cards.render_model_card(spec), "What was changed")
+    assert ["`toy`", "not stated", "`depth=2`"] in rows(
+        hub_cards.render_model_card(spec), "What was changed"
+    )
 
 
 def test_gates_at_zero_are_stated():
@@ -121,7 +132,9 @@ def test_gates_at_zero_are_stated():
 def test_no_licence_and_no_base_are_stated_as_such():
     card = hub_cards.render_model_card(SPEC)
     assert {"license", "base_model", "base_model_relation"}.isdisjoint(read_header(str(card)))
-    assert "No licence is stated here" in card.text and "The base model is not named here" in card.text
+    assert (
+        "No licence is stated here" in card.text and "The base model is not named here" in card.text
+    )
 
 
 def test_benchmarks_on_the_hub_become_eval_results():
@@ -177,7 +190,9 @@ def test_a_malformed_config_is_refused_in_one_line(config):
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
 
 
-@pytest.mark.parametrize("example", sorted(path.parent.name for path in EXAMPLES.glob("*/README.md")))
+@pytest.mark.parametrize(
+    "example", sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
+)
 def test_the_examples_are_what_the_command_writes(example, tmp_path):
     from hf_hyperattn.cli import main
 
@@ -192,9 +207,15 @@ def test_the_examples_are_what_the_command_writes(example, tmp_path):
 def test_eval_results_file_reads_back(tmp_path):
     import yaml
 
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hyperattn": SPEC}))
-    hub_cards.write_card(tmp_path, results=[RESULT | {"dataset_id": "org/bench", "task_id": "default"}])
-    (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / ".eval_results/hf_hyperattn.yaml").read_text()))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "hyperattn": SPEC})
+    )
+    hub_cards.write_card(
+        tmp_path, results=[RESULT | {"dataset_id": "org/bench", "task_id": "default"}]
+    )
+    (entry,) = parse_eval_result_entries(
+        yaml.safe_load((tmp_path / ".eval_results/hf_hyperattn.yaml").read_text())
+    )
     assert (entry.dataset_id, entry.task_id, entry.value) == ("org/bench", "default", 12.5)
 
 

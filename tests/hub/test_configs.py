@@ -31,7 +31,9 @@ def tiny(base: str) -> torch.nn.Module:
     about = BASES[base]
     sizes = DECODER if "CausalLM" in about["auto_class"] else ENCODER
     if about["config"]["model_type"] == "vit":
-        sizes = {k: v for k, v in sizes.items() if k != "vocab_size"} | dict(image_size=16, patch_size=4)
+        sizes = {k: v for k, v in sizes.items() if k != "vocab_size"} | dict(
+            image_size=16, patch_size=4
+        )
     if about["config"]["model_type"] == "whisper":
         sizes = WHISPER
     if sizes is DECODER:
@@ -42,7 +44,9 @@ def tiny(base: str) -> torch.nn.Module:
     config = hf.AutoConfig.for_model(**{**IDS, **about["config"], **sizes})
     model = getattr(hf, about["auto_class"]).from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # at the default 0.02 all attention is even, whatever changes it
+        for (
+            parameter
+        ) in model.parameters():  # at the default 0.02 all attention is even, whatever changes it
             if parameter.dim() > 1:
                 parameter.mul_(5)
     return model
@@ -56,13 +60,17 @@ def inputs(base: str, mechanism: str) -> dict:
     length = 450 if mechanism == "hsa" and "CausalLM" in BASES[base]["auto_class"] else 40
     ids = torch.randint(5, 90, (1 if length > 40 else 2, length), generator=generator)
     if kind == "whisper":
-        return dict(input_features=torch.randn(2, 8, 80, generator=generator), decoder_input_ids=ids)
+        return dict(
+            input_features=torch.randn(2, 8, 80, generator=generator), decoder_input_ids=ids
+        )
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     return dict(input_ids=ids, attention_mask=mask)
 
 
-@pytest.mark.parametrize("base", [pytest.param(b, marks=[pytest.mark.slow] * (b in ALIKE)) for b in BASES])
+@pytest.mark.parametrize(
+    "base", [pytest.param(b, marks=[pytest.mark.slow] * (b in ALIKE)) for b in BASES]
+)
 def test_patches_saves_and_reloads(base, tmp_path):
     stock = tiny(base)
     for mechanism in sorted(folder.name for folder in (CONFIGS / base).iterdir()):
@@ -80,7 +88,9 @@ def test_patches_saves_and_reloads(base, tmp_path):
             out = model(**given).logits
             assert added and (out - before).abs().max() > 1e-4, f"{mechanism} changes nothing"
             model.save_pretrained(tmp_path / mechanism)
-            again = getattr(hf, BASES[base]["auto_class"]).from_pretrained(tmp_path / mechanism).eval()
+            again = (
+                getattr(hf, BASES[base]["auto_class"]).from_pretrained(tmp_path / mechanism).eval()
+            )
             assert torch.equal(again(**given).logits, out), mechanism
 
 
@@ -91,7 +101,9 @@ def test_every_mechanism_that_patches_is_there_for_every_base():
     assert {f.name for f in CONFIGS.iterdir()} == {*BASES, "bases.json"}
 
 
-@pytest.mark.parametrize("wrong", [("llama-4", "cone"), ("bert-base", "hat"), ("../x", "cone"), ("bert-base", "")])
+@pytest.mark.parametrize(
+    "wrong", [("llama-4", "cone"), ("bert-base", "hat"), ("../x", "cone"), ("bert-base", "")]
+)
 def test_what_is_not_there_is_one_line_with_what_is(wrong):
     with pytest.raises(ValueError, match="allowed: .*(bert-base|cone)") as raised:
         hub_cards.config_folder(*wrong)

@@ -10,4 +10,6 @@ def test_the_code_of_the_page_runs(client):
     assert all(state["exists"] for state in facts["states"]) and facts["states"][0]["private"]
     assert facts["metrics"] == ["perplexity"]
     lines = facts["said"].strip().splitlines()
-    assert lines[-1].startswith("push to tester/SmolLM2-135M-cone failed") and "HTTP 401" in lines[-1]
+    assert (
+        lines[-1].startswith("push to tester/SmolLM2-135M-cone failed") and "HTTP 401" in lines[-1]
+    )

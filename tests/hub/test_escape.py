@@ -12,7 +12,9 @@ from hub_cards.escape import code, literal, text
 from .metadata import card_errors, read_header
 from .samples import ADAPTER, RESULT, SPEC
 
-markdown_it = pytest.importorskip("markdown_it", reason="markdown-it-py (it comes with rich) reads the cards")
+markdown_it = pytest.importorskip(
+    "markdown_it", reason="markdown-it-py (it comes with rich) reads the cards"
+)
 READER = markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"])
 HOSTILE = [
     "cone\n---\nlicense: mit\n---\n# Owned",
@@ -62,7 +64,9 @@ def cards(value: str, place: str):
         spec[place] = value
     adapter = ADAPTER | ({"target_modules": [value]} if place == "adapter" else {})
     about = {"cone": {}, "toy": {}}
-    result = RESULT | ({"dataset": value, "machine": value, "notes": value} if place == "result" else {})
+    result = RESULT | (
+        {"dataset": value, "machine": value, "notes": value} if place == "result" else {}
+    )
     facts = {"results": [result], "about": about, "tags": [value] if place == "tag" else []}
     yield hub_cards.render_model_card(spec, "org/base", "mit", **facts)
     yield hub_cards.render_adapter_card(spec, "org/base", "mit", adapter=adapter, **facts)
@@ -78,7 +82,17 @@ def check(value: str, place: str) -> None:
         assert not seen["links"] and not seen["images"] and not seen["tags"]
 
 
-PLACES = ["mechanism", "setting", "setting name", "host", "mode", "heads", "adapter", "result", "tag"]
+PLACES = [
+    "mechanism",
+    "setting",
+    "setting name",
+    "host",
+    "mode",
+    "heads",
+    "adapter",
+    "result",
+    "tag",
+]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -88,7 +102,10 @@ def test_a_hostile_string_changes_nothing_but_its_own_place(value, place):
 
 
 @settings(max_examples=60, deadline=None)
-@given(value=st.text(min_size=1, max_size=40).filter(lambda s: s.strip()), place=st.sampled_from(PLACES[1:6]))
+@given(
+    value=st.text(min_size=1, max_size=40).filter(lambda s: s.strip()),
+    place=st.sampled_from(PLACES[1:6]),
+)
 def test_any_string_changes_nothing_but_its_own_place(value, place):
     check(value, place)
 

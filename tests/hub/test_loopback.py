@@ -14,7 +14,9 @@ def one_line(refusal: dict) -> str:
     return cause
 
 
-@pytest.mark.parametrize("push", ["gap", "private_gap", "branch_gap", "resumed_gap", "whole_after_lost_answer"])
+@pytest.mark.parametrize(
+    "push", ["gap", "private_gap", "branch_gap", "resumed_gap", "whole_after_lost_answer"]
+)
 def test_what_is_pushed_comes_back_exactly(facts, push):
     if facts[push] is None:
         pytest.skip("this huggingface_hub gives a download up where the connection was dropped")

@@ -25,7 +25,9 @@ def test_the_model_starts_as_its_base_and_then_differs(facts):
     assert facts["gap_at_start"] <= 1e-5 and facts["gap_stirred"] > 1e-4
 
 
-@pytest.mark.parametrize("repo", ["patched", "patched-private", "patched-shards", "patched-again", "bare"])
+@pytest.mark.parametrize(
+    "repo", ["patched", "patched-private", "patched-shards", "patched-again", "bare"]
+)
 def test_a_patched_model_comes_back_exactly(facts, repo):
     assert facts["gaps"][repo if repo == "bare" else f"tester/{repo}"] == 0.0
 
@@ -48,7 +50,8 @@ def test_a_config_comes_back_and_patches_the_same(facts):
 
 
 @pytest.mark.parametrize(
-    "name, library", [("card", "transformers"), ("lora_card", "peft"), ("config_card", "hf-hyperattn")]
+    "name, library",
+    [("card", "transformers"), ("lora_card", "peft"), ("config_card", "hf-hyperattn")],
 )
 def test_the_card(facts, name, library):
     assert card_errors(facts[name]) == []
@@ -75,14 +78,18 @@ def test_importing_the_plugin_is_all_it_takes_to_get_a_card(facts):
     assert facts["hooked"]
 
 
-@pytest.mark.parametrize("refusal", ["wrong_token", "wrong_token_new", "wrong_token_config", "dropped"])
+@pytest.mark.parametrize(
+    "refusal", ["wrong_token", "wrong_token_new", "wrong_token_config", "dropped"]
+)
 def test_a_failed_push_changes_nothing_and_says_why_in_one_line(facts, refusal):
     cause = facts[refusal]["cause"]
     assert "\n" not in cause
     assert ("HTTP 401" if "token" in refusal else "connection to the Hub was lost") in cause
     if sys.version_info >= (3, 11):
         (note,) = facts[refusal]["notes"]  # the last line of the traceback
-        assert note.startswith("push to tester/patched") and note.endswith(cause.split(" failed: ")[1])
+        assert note.startswith("push to tester/patched") and note.endswith(
+            cause.split(" failed: ")[1]
+        )
     assert facts["same_push"] and facts["unchanged"] and not facts["never"]["exists"]
     assert facts["gap_after_faults"] == 0.0
 
@@ -98,7 +105,13 @@ def test_without_the_plugin_loading_fails_and_names_it(strangers):
 
 
 def test_the_command_replaces_what_was_there_but_no_persons_card(facts):
-    assert facts["command_codes"] == [0, 0, 2]  # the last: --private, into a repository that is public
+    assert facts["command_codes"] == [
+        0,
+        0,
+        2,
+    ]  # the last: --private, into a repository that is public
     assert facts["command_gap"] == 0.0 and facts["command_theirs"].endswith("# Theirs\n")
-    assert set(facts["command_files"]) == set(facts["files"]), "the shards of an earlier push are gone"
+    assert set(facts["command_files"]) == set(facts["files"]), (
+        "the shards of an earlier push are gone"
+    )
     assert "# tester/patched-command" in facts["command_card"] and "`cone`" in facts["command_card"]

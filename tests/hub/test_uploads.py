@@ -5,7 +5,9 @@ from huggingface_hub import ModelCard
 
 from .metadata import card_errors
 
-pytestmark = pytest.mark.slow  # cards are tested in test_cards.py, a push in test_loopback.py, with every change
+pytestmark = (
+    pytest.mark.slow
+)  # cards are tested in test_cards.py, a push in test_loopback.py, with every change
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +15,9 @@ def facts(client):
     return client("hooked")
 
 
-@pytest.mark.parametrize("name", ["first", "refreshed", "saved", "fresh", "adapter", "adapter_local"])
+@pytest.mark.parametrize(
+    "name", ["first", "refreshed", "saved", "fresh", "adapter", "adapter_local"]
+)
 def test_every_pushed_card_is_valid_and_ours(facts, name):
     assert card_errors(facts[name]) == []
     card = ModelCard(facts[name])
@@ -55,4 +59,8 @@ def test_pefts_placeholder_is_replaced_but_not_its_tags(facts):
     assert "[More Information Needed]" in facts["adapter_placeholder"]
     card = ModelCard(facts["adapter_local"])
     assert card.data.license == "apache-2.0" and "transformers" in card.data.tags
-    assert set(facts["adapter_files"]) >= {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert set(facts["adapter_files"]) >= {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }

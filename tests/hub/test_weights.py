@@ -6,7 +6,10 @@ from safetensors.torch import save_file
 
 from hub_cards.weights import count_parameters
 
-MODEL = {"layers.0.attn.q.weight": torch.zeros(4, 5), "layers.0.attn.hyper.cone.gate": torch.zeros(3)}
+MODEL = {
+    "layers.0.attn.q.weight": torch.zeros(4, 5),
+    "layers.0.attn.hyper.cone.gate": torch.zeros(3),
+}
 
 
 def test_a_variant_and_an_adapter_beside_the_model_are_not_counted(tmp_path):
@@ -23,7 +26,9 @@ def test_a_variant_and_an_adapter_beside_the_model_are_not_counted(tmp_path):
     assert count_parameters(tmp_path) == (7, 7)
 
 
-@pytest.mark.parametrize("content", [b"", b"mine", b"\xff" * 20, (9).to_bytes(8, "little") + b"not JSON!"])
+@pytest.mark.parametrize(
+    "content", [b"", b"mine", b"\xff" * 20, (9).to_bytes(8, "little") + b"not JSON!"]
+)
 def test_what_is_no_safetensors_file_is_named_in_one_line(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file") as caught:

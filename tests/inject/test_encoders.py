@@ -22,29 +22,46 @@ def injection(**options) -> EncoderInjection:
     torch.manual_seed(0)
     config = BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
                         intermediate_size=48, max_position_embeddings=64, initializer_range=0.5)  # fmt: skip
-    texts = [{"a": torch.randint(5, 90, (2, 64), generator=torch.Generator().manual_seed(s))} for s in range(3)]
+    texts = [
+        {"a": torch.randint(5, 90, (2, 64), generator=torch.Generator().manual_seed(s))}
+        for s in range(3)
+    ]
     rules = hsa.layer_candidates(64)
-    key, both = ([rule for rule in rules if rule.config.tying == tying] for tying in ("key", "both"))
-    return EncoderInjection(BertModel(config).eval(), texts, key, 64, 2.0, 0.9, rivals=both, **options)
+    key, both = (
+        [rule for rule in rules if rule.config.tying == tying] for tying in ("key", "both")
+    )
+    return EncoderInjection(
+        BertModel(config).eval(), texts, key, 64, 2.0, 0.9, rivals=both, **options
+    )
 
 
 def test_rivals_are_measured_and_not_chosen():
     made = injection()
     made.run(Quiet())
-    assert {rule for rules in made.allocation.layers.values() for rule in rules if not rule.is_exact} <= {*made.rules}
+    assert {
+        rule for rules in made.allocation.layers.values() for rule in rules if not rule.is_exact
+    } <= {*made.rules}
     compared = made.compare(Quiet())
     assert "tying both, by layer" in compared
     for label, allocation in made.rival_allocations().items():
         family = label.split(", ")[0]
-        assert {r.family for rules in allocation.layers.values() for r in rules} <= {family, "exact"}
+        assert {r.family for rules in allocation.layers.values() for r in rules} <= {
+            family,
+            "exact",
+        }
     alone = [costs.min().item() for costs in made.losses_of(made.rivals).values()]
     assert all(cost > 0 for cost in alone)
 
 
 def test_layers_of_segments_are_not_measured_as_if_they_saw_all():
     made = injection()
-    made.model, made.texts = hat(segment_length=16), [{"a": texts["a"] % 61} for texts in made.texts]
-    with pytest.raises(ValueError, match="HatModel: no layer attends to all of 64 tokens; allowed: a length that"):
+    made.model, made.texts = (
+        hat(segment_length=16),
+        [{"a": texts["a"] % 61} for texts in made.texts],
+    )
+    with pytest.raises(
+        ValueError, match="HatModel: no layer attends to all of 64 tokens; allowed: a length that"
+    ):
         made.run(Quiet())
     made.length, passages = 16, made.texts[0]["a"][:, :16]
     assert made.whole_layers(passages) == [f"segment_blocks.{i}.attention" for i in range(3)]
@@ -62,7 +79,12 @@ def test_sparse_rules_are_measured_as_patched_and_chosen_by_layer():
     ids = made.texts[0]["a"]
     ha.unpatch_model(made.model)
     before = embeddings(made.model, ids)
-    ha.patch_model(made.model, ha.SparseConfig(rule.rule), layers=lambda host: host.name == first, mode="replace")
+    ha.patch_model(
+        made.model,
+        ha.SparseConfig(rule.rule),
+        layers=lambda host: host.name == first,
+        mode="replace",
+    )
     expected = distance(before, embeddings(made.model, ids))
     assert expected > 0 and abs(made.losses_of(made.rules)[first][0, 0].item() - expected) < 1e-6
 

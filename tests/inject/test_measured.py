@@ -20,7 +20,10 @@ from hf_hyperattn.registry import get_mechanism
 from tests.cli import tiny
 
 LENGTH = 128
-RULES = [SparseHeadRule(rule) for rule in (Exact(), Window(20, 2), Pages(8, 2, 4, 2), Pages(8, 2, 4, 2, "mean"))]
+RULES = [
+    SparseHeadRule(rule)
+    for rule in (Exact(), Window(20, 2), Pages(8, 2, 4, 2), Pages(8, 2, 4, 2, "mean"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +39,21 @@ def model(folder):
 @pytest.fixture(scope="module")
 def ids():
     return torch.tensor(
-        tiny.tokenizer()("the quick brown fox jumps over a lazy dog and goes home. " * 4).input_ids[:LENGTH]
+        tiny.tokenizer()("the quick brown fox jumps over a lazy dog and goes home. " * 4).input_ids[
+            :LENGTH
+        ]
     )
 
 
 def seen_calls(model, ids, **more):
     calls = {}
     ha.patch_model(model, SparseConfig(Exact()), mode="blend")
-    attention_gradients(model, ids, lambda name, *rest: calls.update({name: rest}), partial(loss_of, ids=ids, **more))
+    attention_gradients(
+        model,
+        ids,
+        lambda name, *rest: calls.update({name: rest}),
+        partial(loss_of, ids=ids, **more),
+    )
     ha.unpatch_model(model)
     return calls
 
@@ -76,14 +86,19 @@ def test_slopes_and_divergences_of_sparse_rules_are_those_of_their_masks(model, 
             slopes = (g * (under - out)).sum(-1)[0].T
             assert torch.allclose(measured.slopes[name][..., c], slopes, rtol=1e-3, atol=1e-4)
             logits = call.scale * call.query @ key.mT
-            own = logits.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf).log_softmax(-1)
+            own = logits.masked_fill(
+                torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf
+            ).log_softmax(-1)
             tied = logits.masked_fill(~mask, -torch.inf).log_softmax(-1)
             kl = (tied.exp() * (tied - own).masked_fill(~mask, 0)).sum(-1).mean(-1)[0]
             assert torch.allclose(measured.kl[name][:, c], kl, rtol=1e-3, atol=1e-4)
 
 
 def test_long_texts_select_by_chunks_as_short_ones_do(model, ids, monkeypatch):
-    rules = [SparseHeadRule(Pages(8, 2, 4, 2, "bounds", query, 16)) for query in ("own", "first", "previous")]
+    rules = [
+        SparseHeadRule(Pages(8, 2, 4, 2, "bounds", query, 16))
+        for query in ("own", "first", "previous")
+    ]
     rules.append(SparseHeadRule(Pages(8, 2, 4, 2, "bounds", "chunk", 40)))
     at_once = measure(model, ids, rules, rows=64)
     monkeypatch.setattr(sparse, "AT_ONCE", 0)
@@ -95,10 +110,23 @@ def test_long_texts_select_by_chunks_as_short_ones_do(model, ids, monkeypatch):
 def test_masks_of_later_tokens_are_looked_through_and_sinks_counted(ids):
     """gpt-oss makes a mask for every call: that of its layer with a sliding window hides more, and leaves it out."""
     kinds = ["full_attention", "sliding_attention"]
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "layer_types": kinds, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "layer_types": kinds,
+        "head_dim": 8,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     torch.manual_seed(0)
-    model = GptOssForCausalLM(GptOssConfig(vocab_size=260, sliding_window=32, **sizes, **heads)).eval()
+    model = GptOssForCausalLM(
+        GptOssConfig(vocab_size=260, sliding_window=32, **sizes, **heads)
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -109,9 +137,16 @@ def test_masks_of_later_tokens_are_looked_through_and_sinks_counted(ids):
     assert call.options.mask is not None and call.options.sinks is not None
     for c, rule in enumerate(rules):
         config = rule.layer_config([rule] * 4, LENGTH)
-        under, _ = get_mechanism(config.mechanism).layer(config, None, "replace").change(Plan.of(call)).run()
+        under, _ = (
+            get_mechanism(config.mechanism)
+            .layer(config, None, "replace")
+            .change(Plan.of(call))
+            .run()
+        )
         slopes = (g * (under - out)).sum(-1)[0].T.detach()
-        assert torch.allclose(measured.slopes["model.layers.0.self_attn"][..., c], slopes, rtol=1e-3, atol=1e-5)
+        assert torch.allclose(
+            measured.slopes["model.layers.0.self_attn"][..., c], slopes, rtol=1e-3, atol=1e-5
+        )
         assert slopes.abs().max() > 1e-3
 
 
@@ -119,7 +154,10 @@ def test_a_rule_alone_costs_what_a_patched_model_differs_by(model, ids):
     """The patched model's attention under the allocation's config is what was compared."""
     rules = RULES[1:3]
     allocation = choose(
-        rules, {n: torch.zeros(4, 2) for n in measure(model, ids, rules, rows=16).costs}, LENGTH, pairs=0.9
+        rules,
+        {n: torch.zeros(4, 2) for n in measure(model, ids, rules, rows=16).costs},
+        LENGTH,
+        pairs=0.9,
     )
     model(ids[None])
     config = allocation.config()
@@ -157,7 +195,8 @@ def tensors(measured):
 
 def equal(a, b):
     return a.loss == b.loss and all(
-        list(x) == list(y) and all(torch.equal(x[n], y[n]) for n in x) for x, y in zip(tensors(a), tensors(b))
+        list(x) == list(y) and all(torch.equal(x[n], y[n]) for n in x)
+        for x, y in zip(tensors(a), tensors(b))
     )
 
 
@@ -172,7 +211,9 @@ def test_a_damaged_file_is_named(model, ids, tmp_path):
 def test_what_is_kept_is_what_was_measured(model, ids, tmp_path):
     plain = measure(model, ids, RULES, rows=32)
     first = measure(model, ids, RULES, rows=32, folder=tmp_path)
-    assert equal(plain, first) and equal(plain, measure(model, ids, RULES, rows=32, folder=tmp_path))
+    assert equal(plain, first) and equal(
+        plain, measure(model, ids, RULES, rows=32, folder=tmp_path)
+    )
     (kept,) = tmp_path.iterdir()
     layers = [f"model.layers.{i}.self_attn.safetensors" for i in range(2)]
     assert sorted(p.name for p in kept.iterdir()) == [*layers, "whole.json"]
@@ -186,7 +227,9 @@ def test_another_measurement_is_another_folder(model, ids, tmp_path, hurt):
     measure(model, ids, RULES, folder=tmp_path, **options)
     rules = RULES[:2] if hurt == "rules" else RULES
     ids = ids.flip(0) if hurt == "text" else ids
-    options |= {"rows": {"rows": 48}, "seed": {"seed": 5}, "spans": {"spans": ((9, 12),)}}.get(hurt, {})
+    options |= {"rows": {"rows": 48}, "seed": {"seed": 5}, "spans": {"spans": ((9, 12),)}}.get(
+        hurt, {}
+    )
     if hurt == "model":
         model.model.layers[0].self_attn.q_proj.weight.data.mul_(1.01)
     if hurt == "config":
@@ -212,7 +255,10 @@ def test_an_interrupted_measurement_loses_one_layer(model, ids, tmp_path, monkey
     count = []
     monkeypatch.setattr(module, "compare", lambda *a: count.append(1) or inner(*a))
     assert equal(whole, measure(model, ids, RULES, rows=32, folder=tmp_path)) and len(count) == 1
-    assert equal(whole, measure(model, ids, RULES, rows=32, folder=tmp_path, resume=False)) and len(count) == 3
+    assert (
+        equal(whole, measure(model, ids, RULES, rows=32, folder=tmp_path, resume=False))
+        and len(count) == 3
+    )
     assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".")]
 
 
@@ -227,7 +273,10 @@ def test_the_loss_of_a_rule_is_the_weighted_mean_over_texts(model, ids):
 @pytest.mark.parametrize(
     "weights, message",
     [
-        ([0.5], "weights has 1 numbers for 2 texts; allowed: one for each, finite, from 0, not all 0"),
+        (
+            [0.5],
+            "weights has 1 numbers for 2 texts; allowed: one for each, finite, from 0, not all 0",
+        ),
         ([1, 2, 3], "weights has 3 numbers for 2 texts"),
         ([], "weights has 0 numbers for 2 texts"),
         ([-1.0, 2.0], r"weights=\[-1.0, 2.0\] is not allowed; allowed: one for each, finite"),
@@ -241,7 +290,9 @@ def test_weights_are_one_for_each_text(weights, message):
     one = Sensitivity(RULES, {"a": torch.ones(1, len(RULES))})
     with pytest.raises(ValueError, match=message):
         predicted_losses([one, one], weights)
-    with pytest.raises(ValueError, match=r"measured=\[\] is not allowed; allowed: what was measured of one text"):
+    with pytest.raises(
+        ValueError, match=r"measured=\[\] is not allowed; allowed: what was measured of one text"
+    ):
         predicted_losses([])
 
 
@@ -249,11 +300,24 @@ def test_weights_are_one_for_each_text(weights, message):
     "options, message",
     [
         ({"rows": -100}, "rows=-100 is not allowed; allowed: integers from 16"),
-        *(({"rows": rows}, f"rows={rows} is not allowed") for rows in (0, 15, 32.0, True, float("nan"))),
-        ({"spans": ()}, r"spans=\(\) is not allowed; allowed: one \(start, stop\) or more in 1..128, in order"),
+        *(
+            ({"rows": rows}, f"rows={rows} is not allowed")
+            for rows in (0, 15, 32.0, True, float("nan"))
+        ),
+        (
+            {"spans": ()},
+            r"spans=\(\) is not allowed; allowed: one \(start, stop\) or more in 1..128, in order",
+        ),
         *(
             ({"spans": spans}, "spans=")
-            for spans in (((5, 9), (8, 12)), ((8, 12), (5, 7)), ((-4, 9),), ((0, 9),), ((9, 9),), ((9, 200),))
+            for spans in (
+                ((5, 9), (8, 12)),
+                ((8, 12), (5, 7)),
+                ((-4, 9),),
+                ((0, 9),),
+                ((9, 9),),
+                ((9, 200),),
+            )
         ),
     ],
 )
@@ -265,7 +329,9 @@ def test_what_cannot_be_measured_is_refused(model, ids, options, message):
 def test_texts_that_cannot_be_measured_are_refused(model, ids):
     with pytest.raises(ValueError, match="ids holds 12 tokens; allowed: 16 or more"):
         measure(model, ids[:12], RULES)
-    with pytest.raises(ValueError, match=r"ids has shape \(2, 64\); allowed: integers \[N\] of one text"):
+    with pytest.raises(
+        ValueError, match=r"ids has shape \(2, 64\); allowed: integers \[N\] of one text"
+    ):
         measure(model, ids.view(2, 64), RULES)
     shortest = measure(model, ids[:16], RULES, rows=16, spans=((1, 4), (4, 16)))
     assert all(costs.isfinite().all() for costs in shortest.costs.values())
@@ -283,7 +349,9 @@ def test_a_cost_of_ones_own_is_kept_to():
 def test_measured_examples_weigh_answers(model):
     """Of an example with answers, through the folder of a run."""
     text = torch.tensor(tiny.tokenizer()("words and more words " * 20).input_ids)
-    (example,) = (e for e in examples(tiny.tokenizer(), [text], 256, tasks=["needle"]) if e.depth == 0.05)
+    (example,) = (
+        e for e in examples(tiny.tokenizer(), [text], 256, tasks=["needle"]) if e.depth == 0.05
+    )
     measured = measure(model, example.ids, RULES[:2], rows=64, spans=example.spans)
     predicted = predicted_losses([measured])
     assert all(costs[:, 0].abs().max() < 1e-6 for costs in predicted.values())

@@ -47,12 +47,18 @@ def test_every_example_has_the_length_and_its_answers_where_it_says(made):
         assert (start, stop) == (LENGTH // 2, LENGTH) and torch.equal(e.ids[:start], e.ids[start:])
     for e in tasks["variables"]:
         chain = [read(e.ids[start:stop]).strip() for start, stop in e.spans]
-        assert all(f"VAR {b} = VAR {a}\n" in read(e.ids) for a, b in zip(chain, chain[1:])) and len(chain) == 5
+        assert (
+            all(f"VAR {b} = VAR {a}\n" in read(e.ids) for a, b in zip(chain, chain[1:]))
+            and len(chain) == 5
+        )
     kinds = {word: kind for kind, words in retrieval.KINDS.items() for word in words}
     for e in tasks["few_shot"]:
         for start, stop in e.spans:
             before = read(e.ids[:start])
-            assert kinds[before.rpartition("Word: ")[2].partition(".")[0]] == read(e.ids[start:stop]).strip()
+            assert (
+                kinds[before.rpartition("Word: ")[2].partition(".")[0]]
+                == read(e.ids[start:stop]).strip()
+            )
 
 
 def test_needles_lie_at_ten_depths(made):
@@ -69,7 +75,9 @@ def test_needles_lie_at_ten_depths(made):
 def test_a_seed_gives_the_same_and_another_gives_others(words, made):
     again = examples(tiny.tokenizer(), [words, words.flip(0)], LENGTH)
     others = examples(tiny.tokenizer(), [words, words.flip(0)], LENGTH, seed=1)
-    assert all(torch.equal(a.ids, b.ids) and a.spans == b.spans for a, b in zip(made, again, strict=True))
+    assert all(
+        torch.equal(a.ids, b.ids) and a.spans == b.spans for a, b in zip(made, again, strict=True)
+    )
     assert not any(torch.equal(a.ids, b.ids) for a, b in zip(made, others) if a.task != "copying")
 
 
@@ -82,9 +90,13 @@ def test_what_does_not_fit_is_left_out_and_what_is_wrong_is_refused(words):
     with pytest.raises(ValueError, match="a haystack of 100 tokens; allowed: 256 or more"):
         examples(tiny.tokenizer(), [words[:100]], 256)
     for length in (-10, 1, 3, 64.0, True):
-        with pytest.raises(ValueError, match=f"length={length} is not allowed; allowed: integers from 4"):
+        with pytest.raises(
+            ValueError, match=f"length={length} is not allowed; allowed: integers from 4"
+        ):
             examples(tiny.tokenizer(), [words], length)
-        with pytest.raises(ValueError, match=f"length={length} is not allowed; allowed: integers from 4"):
+        with pytest.raises(
+            ValueError, match=f"length={length} is not allowed; allowed: integers from 4"
+        ):
             retrieval.copying(words, length)
     with pytest.raises(ValueError, match="first=-1 is not allowed; allowed: 0 to 62"):
         retrieval.copying(words, 64, -1)
@@ -125,15 +137,21 @@ def test_scores_are_those_of_the_logits(model, made):
             nats -= sum(map(math.log, chances))
             right += all(logits[i - 1].argmax() == e.ids[i] for i in range(start, stop))
         score = retrieval.score(model, head, e)
-        assert score.nats == pytest.approx(nats / e.tokens, rel=1e-4) and score.exact == right / len(e.spans)
+        assert score.nats == pytest.approx(
+            nats / e.tokens, rel=1e-4
+        ) and score.exact == right / len(e.spans)
 
 
 def test_exact_is_what_greedy_decoding_gives(model, words):
     """An answer that the model gives by itself is right, and is not once a token of it is changed."""
     start = words[:200]
-    given = model.generate(start[None], max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
+    given = model.generate(
+        start[None], max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0]
     right = retrieval.Example("needle", given, ((200, 204),))
-    wrong = retrieval.Example("needle", torch.cat([given[:-1], (given[-1:] + 1) % 256]), ((200, 204),))
+    wrong = retrieval.Example(
+        "needle", torch.cat([given[:-1], (given[-1:] + 1) % 256]), ((200, 204),)
+    )
     head = head_of(model, given)
     assert [retrieval.score(model, head, e).exact for e in (right, wrong)] == [1.0, 0.0]
 
@@ -142,7 +160,9 @@ def test_verification_is_of_texts_and_tasks(model, made, words):
     texts = {"one": words[:300], "two": words[300:500]}
     found = verify(model, texts, made[:5])
     for name, ids in texts.items():
-        assert found.texts[name] == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-4)
+        assert found.texts[name] == pytest.approx(
+            model(ids[None], labels=ids[None]).loss.item(), rel=1e-4
+        )
     assert set(found.retrieval) == {"copying", "needle"} and found.seconds > 0
     assert set(found.losses(found).values()) == {0.0}
     with pytest.raises(ValueError, match="texts is empty; allowed: one or more by name"):
@@ -153,7 +173,9 @@ def test_a_text_that_is_called_like_a_task_is_refused(model, made, words):
     message = "a text is called copying, as a task of retrieval is; allowed: another name"
     with pytest.raises(ValueError, match=message):
         verify(model, {"copying": words[:300]}, made[:2])
-    assert set(verify(model, {"copying": words[:300]}).texts) == {"copying"}  # without examples it takes no place
+    assert set(verify(model, {"copying": words[:300]}).texts) == {
+        "copying"
+    }  # without examples it takes no place
     for name in ("copying", "mixture", "needle", "needle 3"):
         texts = [{name: words[:64]}] * 3
         with pytest.raises(ValueError, match=f"a text is called {name}, as a task"):

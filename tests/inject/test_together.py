@@ -29,7 +29,9 @@ def folder(tmp_path_factory):
 
 def loaded(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor(tiny.tokenizer()("a fox that jumps over one lazy dog is quick. " * 9).input_ids[:LENGTH])
+    ids = torch.tensor(
+        tiny.tokenizer()("a fox that jumps over one lazy dog is quick. " * 9).input_ids[:LENGTH]
+    )
     return model, ids
 
 
@@ -52,7 +54,10 @@ def test_parts_are_half_the_gradient_of_gates_that_are_one(folder, heads, spans)
         {**dict.fromkeys(names, heads), f"model.layers.{count - 1}.self_attn": (EXACT,) * 4}, LENGTH
     )
     with torch.no_grad():
-        hidden, teacher = final_hidden(model, ids), model(ids[None]).logits[0].double().log_softmax(-1)
+        hidden, teacher = (
+            final_hidden(model, ids),
+            model(ids[None]).logits[0].double().log_softmax(-1),
+        )
     ha.patch_model(model, allocation.config())
     found_hidden, parts = loss_parts(model, ids, hidden, spans)
     with torch.no_grad():
@@ -79,10 +84,14 @@ def test_parts_add_up_to_what_is_lost_where_little_is(folder):
     """KL is a quadratic form there."""
     model, ids = loaded(folder)
     layers = {
-        f"model.layers.{i}.self_attn": (SparseHeadRule(Window(110, 2)),) * 4 for i in range(len(model.model.layers))
+        f"model.layers.{i}.self_attn": (SparseHeadRule(Window(110, 2)),) * 4
+        for i in range(len(model.model.layers))
     }
     with torch.no_grad():
-        hidden, teacher = final_hidden(model, ids), model(ids[None]).logits[0].double().log_softmax(-1)
+        hidden, teacher = (
+            final_hidden(model, ids),
+            model(ids[None]).logits[0].double().log_softmax(-1),
+        )
     ha.patch_model(model, Allocation(layers, LENGTH).config())
     _, parts = loss_parts(model, ids, hidden)
     with torch.no_grad():
@@ -93,7 +102,10 @@ def test_parts_add_up_to_what_is_lost_where_little_is(folder):
 def test_heads_lose_in_proportion_to_what_they_were_found_to_lose():
     """By hand: the parts are 6 of 4 that was thought, so 1.5 is usual; of both heads 4 / (1.5·2) and 2 / (1.5·2)."""
     rules = [SPARSE[0], SPARSE[2]]
-    losses = {"a": torch.tensor([[2.0, 1.0], [5.0, 2.0], [1.0, 1.0]]).double(), "b": torch.ones(1, 2).double()}
+    losses = {
+        "a": torch.tensor([[2.0, 1.0], [5.0, 2.0], [1.0, 1.0]]).double(),
+        "b": torch.ones(1, 2).double(),
+    }
     allocation = Allocation({"a": (rules[0], rules[1], EXACT), "b": (EXACT,)}, LENGTH)
     parts = {"a": torch.tensor([4.0, 2.0, 0.0]).double()}
     whole = corrected(losses, rules, allocation, parts, 1.0)
@@ -107,11 +119,15 @@ def test_a_correction_is_bounded():
     """A head of which nothing was thought, one that gains, and no loss at all."""
     losses = {"a": torch.tensor([[1e-9], [1.0], [1.0]]).double()}
     allocation = Allocation({"a": (SPARSE[0],) * 3}, LENGTH)
-    found = corrected(losses, SPARSE[:1], allocation, {"a": torch.tensor([5.0, -1.0, 1.0]).double()}, 1.0)["a"]
+    found = corrected(
+        losses, SPARSE[:1], allocation, {"a": torch.tensor([5.0, -1.0, 1.0]).double()}, 1.0
+    )["a"]
     assert found[0, 0] == pytest.approx(1e-9 * MOST) and found[1, 0] == pytest.approx(1 / MOST)
     nothing = corrected(losses, SPARSE[:1], allocation, {"a": torch.zeros(3).double()}, 1.0)
     assert torch.equal(nothing["a"], losses["a"])
-    thought_nothing = corrected({"a": torch.zeros(3, 1)}, SPARSE[:1], allocation, {"a": torch.ones(3).double()}, 1.0)
+    thought_nothing = corrected(
+        {"a": torch.zeros(3, 1)}, SPARSE[:1], allocation, {"a": torch.ones(3).double()}, 1.0
+    )
     assert torch.equal(thought_nothing["a"], torch.zeros(3, 1))
 
 
@@ -131,11 +147,17 @@ def test_what_cannot_be_corrected_is_refused():
     with pytest.raises(ValueError, match="no parts of a; allowed"):
         corrected(losses, [SPARSE[0]], allocation, {}, 1.0)
     for power in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=f"power={power} is not allowed; allowed: numbers from 0 to 1"):
+        with pytest.raises(
+            ValueError, match=f"power={power} is not allowed; allowed: numbers from 0 to 1"
+        ):
             corrected(losses, [SPARSE[0]], allocation, {"a": torch.ones(1)}, power)
-    with pytest.raises(ValueError, match="parts of b; allowed: those of layers that are patched alone"):
+    with pytest.raises(
+        ValueError, match="parts of b; allowed: those of layers that are patched alone"
+    ):
         corrected(losses, [SPARSE[0]], allocation, {"a": torch.ones(1), "b": torch.ones(1)}, 1.0)
-    with pytest.raises(ValueError, match="the parts of a are not all finite; allowed: finite numbers"):
+    with pytest.raises(
+        ValueError, match="the parts of a are not all finite; allowed: finite numbers"
+    ):
         corrected(losses, [SPARSE[0]], allocation, {"a": torch.tensor([torch.nan])}, 1.0)
 
 
@@ -159,7 +181,9 @@ class Fake(CausalInjection):
 
     def lost_together(self, allocation, item, stock):
         assert torch.equal(stock, item.float())
-        return Score(self.lost, 0.0), {"a": torch.tensor([1.0, 3.0 if len(item) == 1 else 5.0]).double()}
+        return Score(self.lost, 0.0), {
+            "a": torch.tensor([1.0, 3.0 if len(item) == 1 else 5.0]).double()
+        }
 
     def losses_under(self, allocation, part, before):
         return dict.fromkeys(before, self.lost)
@@ -168,7 +192,9 @@ class Fake(CausalInjection):
 def fake(lost, **more):
     rules = [SparseHeadRule(Window(8, 0)), SparseHeadRule(Window(32, 0))]
     texts = {"text": torch.zeros(1), "copying": torch.zeros(2)}
-    made = Fake(None, [texts] * 3, rules, LENGTH, 0.02, tokenizer="some", retrieval_budget=0.1, **more)
+    made = Fake(
+        None, [texts] * 3, rules, LENGTH, 0.02, tokenizer="some", retrieval_budget=0.1, **more
+    )
     made.lost = lost
     return made
 
@@ -198,7 +224,9 @@ def test_three_choices_at_a_share_of_the_pairs_are_corrected_twice(monkeypatch):
     monkeypatch.setattr(causal, "corrected", lambda *a: powers.append(a[-1]) or real(*a))
     assert made.search() is not None and powers == [0.75, 0.5] and len(made.tried) == 3
     second, last = (allocation.layers["a"] for allocation, _ in made.tried[1:])
-    assert last[1].share(LENGTH) > last[0].share(LENGTH) and second[1].share(LENGTH) >= second[0].share(LENGTH)
+    assert last[1].share(LENGTH) > last[0].share(LENGTH) and second[1].share(LENGTH) >= second[
+        0
+    ].share(LENGTH)
 
 
 def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
@@ -209,11 +237,19 @@ def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
     def first_fails(*arguments):
         correct(*arguments)
         made.lost = 0.0  # all that comes later holds
-        made.tried[-1] = Allocation({}, LENGTH), made.tried[-1][1]  # what was tried would not be read again
+        made.tried[-1] = (
+            Allocation({}, LENGTH),
+            made.tried[-1][1],
+        )  # what was tried would not be read again
 
     made.correct, made.choose = first_fails, lambda pairs: asked.append(pairs) or choose_at(pairs)
     assert made.search() is not None
-    assert asked[:2] == [0.4, 0.5] and asked[2] < 0.4 and len(asked) == 5 and asked[2:] == sorted(asked[2:])[::-1]
+    assert (
+        asked[:2] == [0.4, 0.5]
+        and asked[2] < 0.4
+        and len(asked) == 5
+        and asked[2:] == sorted(asked[2:])[::-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,7 +258,11 @@ def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
         ("variables", Score(3.0, 0.0, 0.9), False),
         ("variables", Score(3.0, 0.24), False),
         ("needle", Score(3.0, 0.25), True),
-        ("few_shot", Score(1.0, 13 / 27), False),  # chance gives 9 of 27, and 14 or more in 4 % of cases
+        (
+            "few_shot",
+            Score(1.0, 13 / 27),
+            False,
+        ),  # chance gives 9 of 27, and 14 or more in 4 % of cases
         ("few_shot", Score(1.0, 14 / 27), True),
         ("copying", Score(1.0, 0.0, 0.6), True),
         ("copying", Score(1.0, 0.0, 0.4), False),

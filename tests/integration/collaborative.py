@@ -15,13 +15,27 @@ OPT = dict(
     vocab_size=99, hidden_size=32, ffn_dim=40, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
     max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-SMALL = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+SMALL = dict(
+    vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+)
 MORE = {
     "opt": (of_type("opt", hf.AutoModelForCausalLM, **OPT), text_inputs),
     "roberta": (of_type("roberta", **SMALL, pad_token_id=1), text_inputs),
     "albert": (of_type("albert", **SMALL, embedding_size=16), text_inputs),
 }
-SERVED = ("bert", "roberta", "distilbert", "albert", "gpt2", "opt", "bart", "t5", "vit", "clip", "whisper")
+SERVED = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "albert",
+    "gpt2",
+    "opt",
+    "bart",
+    "t5",
+    "vit",
+    "clip",
+    "whisper",
+)
 WIDTH = 32  # of all heads together
 
 
@@ -35,7 +49,9 @@ def make(family: str):
         for name, parameter in model.named_parameters():
             if name.endswith("bias") and parameter.dim() == 1:
                 parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
-            elif family != "t5" and parameter.dim() == 2 and "emb" not in name and "wte" not in name:
+            elif (
+                family != "t5" and parameter.dim() == 2 and "emb" not in name and "wte" not in name
+            ):
                 parameter.mul_(3)  # so that attention is not flat, as T5's is not
     return model, inputs()
 

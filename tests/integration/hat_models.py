@@ -9,7 +9,9 @@ SIZES = dict(
     vocab_size=61, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24,
     max_position_embeddings=40,
 )  # fmt: skip
-DISTIL = dict(vocab_size=61, dim=16, n_layers=3, n_heads=2, hidden_dim=24, max_position_embeddings=40)
+DISTIL = dict(
+    vocab_size=61, dim=16, n_layers=3, n_heads=2, hidden_dim=24, max_position_embeddings=40
+)
 CONFIGS = {
     "Bert": lambda: hf.BertConfig(**SIZES),
     "Roberta": lambda: hf.RobertaConfig(**SIZES, pad_token_id=1),
@@ -42,7 +44,9 @@ def hat(cls=HatModel, **changes):
     """A HAT model of 3 segment-wise blocks, in float64."""
     torch.manual_seed(0)
     small = {k: v for k, v in SIZES.items() if k != "max_position_embeddings"}
-    config = HatEncoderConfig(**small | dict(segment_length=5, max_position_embeddings=64, num_labels=3) | changes)
+    config = HatEncoderConfig(
+        **small | dict(segment_length=5, max_position_embeddings=64, num_labels=3) | changes
+    )
     return moved(cls(config)).double()
 
 
@@ -50,7 +54,10 @@ def batch(lengths=(13, 1, 6), width=None, side="right", seed=0, **more):
     """Texts of so many tokens: ids [B, N] from 5 on, whose first is 2, and the mask."""
     draw = torch.Generator().manual_seed(seed)
     width = max(lengths) if width is None else width
-    ids, mask = torch.full((len(lengths), width), 3), torch.zeros(len(lengths), width, dtype=torch.long)
+    ids, mask = (
+        torch.full((len(lengths), width), 3),
+        torch.zeros(len(lengths), width, dtype=torch.long),
+    )
     for row, n in enumerate(lengths):
         where = {
             "right": slice(0, n),

@@ -41,7 +41,11 @@ def masked_characters() -> dict:
     mask = torch.ones_like(ids)
     mask[-1, 24:] = 0
     hidden = hidden & mask.bool()
-    return dict(input_ids=ids.masked_fill(hidden, MASK), attention_mask=mask, labels=ids.masked_fill(~hidden, -100))
+    return dict(
+        input_ids=ids.masked_fill(hidden, MASK),
+        attention_mask=mask,
+        labels=ids.masked_fill(~hidden, -100),
+    )
 
 
 def second_half() -> dict:

@@ -21,7 +21,9 @@ def load(directory: Path) -> dict:
         return {"error": f"{type(error).__name__}: {error}"}
     with torch.no_grad():
         output = model(**torch.load(directory / "inputs.pt"))
-    torch.save([t for t in output.to_tuple() if isinstance(t, torch.Tensor)], directory / "outputs.pt")
+    torch.save(
+        [t for t in output.to_tuple() if isinstance(t, torch.Tensor)], directory / "outputs.pt"
+    )
     return {"error": None, "ours": "hf_hyperattn" in sys.modules}
 
 

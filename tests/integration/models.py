@@ -45,7 +45,9 @@ SEQ2SEQ = dict(
 
 def llama(**changes) -> nn.Module:
     """A Llama with two query heads for each key head."""
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT | dict(num_key_value_heads=2) | changes)).eval()
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**TEXT | dict(num_key_value_heads=2) | changes)
+    ).eval()
 
 
 def bert(cls=hf.BertModel, **changes) -> nn.Module:
@@ -54,13 +56,17 @@ def bert(cls=hf.BertModel, **changes) -> nn.Module:
 
 def clip() -> nn.Module:
     text, vision = hf.CLIPTextConfig(**TEXT), hf.CLIPVisionConfig(**VISION)
-    return hf.CLIPModel(hf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict())).eval()
+    return hf.CLIPModel(
+        hf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
+    ).eval()
 
 
 def llava() -> nn.Module:
     text, vision = hf.LlamaConfig(**TEXT, num_key_value_heads=2), hf.CLIPVisionConfig(**VISION)
     # the last vision layer is read, not the one before it, so that every layer reaches the output
-    config = hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=98, vision_feature_layer=-1)
+    config = hf.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=98, vision_feature_layer=-1
+    )
     return hf.LlavaForConditionalGeneration(config).eval()
 
 
@@ -105,7 +111,9 @@ def whisper_inputs() -> dict:
 
 
 CAUSAL, SEQ = hf.AutoModelForCausalLM, hf.AutoModelForSeq2SeqLM
-_T5 = dict(vocab_size=99, d_model=32, num_layers=2, num_heads=4, d_ff=40, d_kv=8, decoder_start_token_id=0)
+_T5 = dict(
+    vocab_size=99, d_model=32, num_layers=2, num_heads=4, d_ff=40, d_kv=8, decoder_start_token_id=0
+)
 _GPT = dict(vocab_size=99, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
 _WINDOWED = TEXT | dict(num_key_value_heads=2, head_dim=8, sliding_window=4)
 _WHISPER = SEQ2SEQ | dict(num_mel_bins=8, max_source_positions=10)
@@ -132,7 +140,10 @@ FAMILIES = {
     "bart": (of_type("bart", SEQ, **SEQ2SEQ), pair_inputs),
     "t5": (of_type("t5", SEQ, **_T5), pair_inputs),
     "whisper": (of_type("whisper", hf.AutoModelForSpeechSeq2Seq, **_WHISPER), whisper_inputs),
-    "bloom": (of_type("bloom", CAUSAL, vocab_size=99, hidden_size=32, n_layer=2, n_head=4), text_inputs),
+    "bloom": (
+        of_type("bloom", CAUSAL, vocab_size=99, hidden_size=32, n_layer=2, n_head=4),
+        text_inputs,
+    ),
     "falcon": (of_type("falcon", CAUSAL, **TEXT), text_inputs),
     "mpt": (of_type("mpt", CAUSAL, vocab_size=99, d_model=32, n_layers=2, n_heads=4), text_inputs),
     "gptj": (of_type("gptj", CAUSAL, **_GPT, rotary_dim=4), text_inputs),
@@ -214,7 +225,9 @@ def train(model: nn.Module, inputs: dict, steps: int = 3, rate: float = 0.05) ->
     losses = []
     for _ in range(steps):
         output = model(**inputs)
-        loss = output.loss if getattr(output, "loss", None) is not None else output[0].square().mean()
+        loss = (
+            output.loss if getattr(output, "loss", None) is not None else output[0].square().mean()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -254,11 +267,15 @@ class State:
     def differences(self, other: State) -> list[str]:
         """What the other state has otherwise, in words."""
         keys = self.facts.keys() | other.facts.keys()
-        found = sorted(k for k in keys if self.facts.get(k, "absent") != other.facts.get(k, "absent"))
+        found = sorted(
+            k for k in keys if self.facts.get(k, "absent") != other.facts.get(k, "absent")
+        )
         found += [] if self.order == other.order else ["state-dict keys"]
         found += [] if self.requires_grad == other.requires_grad else ["requires_grad"]
         both = self.values.keys() & other.values.keys()
-        found += [f"value of {n}" for n in sorted(both) if not same(self.values[n], other.values[n])]
+        found += [
+            f"value of {n}" for n in sorted(both) if not same(self.values[n], other.values[n])
+        ]
         return found
 
 
@@ -272,6 +289,8 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _fact(value) -> object:
     if isinstance(value, int | float | str | bool | bytes | type(None)):
         return value
-    if isinstance(value, list | tuple | set) and all(isinstance(v, int | float | str | bool) for v in value):
+    if isinstance(value, list | tuple | set) and all(
+        isinstance(v, int | float | str | bool) for v in value
+    ):
         return value.copy() if isinstance(value, list | set) else value
     return (type(value), id(value))

@@ -35,7 +35,9 @@ AUTO = {
     "qwen3": hf.AutoModelForCausalLM,
     "bert": hf.AutoModelForMaskedLM,
 }
-SIZES = TEXT | dict(num_hidden_layers=2, hidden_size=32, max_position_embeddings=64, initializer_range=0.1)
+SIZES = TEXT | dict(
+    num_hidden_layers=2, hidden_size=32, max_position_embeddings=64, initializer_range=0.1
+)
 #: family -> config. Two key heads for four query heads, but in BERT.
 FAMILIES = {
     "llama": lambda: hf.LlamaConfig(**SIZES, num_key_value_heads=2),
@@ -43,9 +45,9 @@ FAMILIES = {
     "bert": lambda: hf.BertConfig(**SIZES),
 }
 #: BERT says nothing of how it is to be cut.
-BERT_TP = {f"bert.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")} | {
-    "bert.encoder.layer.*.attention.output.dense": "rowwise"
-}
+BERT_TP = {
+    f"bert.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")
+} | {"bert.encoder.layer.*.attention.output.dense": "rowwise"}
 BERT_FSDP = {"bert.encoder.layer.*": "free_full_weight"}
 HSA = ha.HsaConfig(windows=(2, 4), near=(1, 0, 2, 1), sinks=0, refine_top_k=(1, 0, 0, 1))
 BOTH = ha.HsaConfig(windows=(2, 4))
@@ -59,35 +61,51 @@ some = dict(heads=(0, 2, 3))
 #: name -> the patch of a family; None where the family has no use for the mechanism
 PATCHES = {
     "cone": lambda family: ha.HyperAttnConfig([ha.ConeConfig(gamma=0.5)]),
-    "cone_penumbral": lambda family: ha.HyperAttnConfig([ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)]),
+    "cone_penumbral": lambda family: ha.HyperAttnConfig(
+        [ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)]
+    ),
     "hyperbolic": lambda family: ha.HyperAttnConfig([ha.HyperbolicConfig(aggregation="mean")]),
     "hyperbolic, midpoint": lambda family: ha.HyperAttnConfig([ha.HyperbolicConfig()]),
     "hype": lambda family: ha.HyperAttnConfig([ha.HypeConfig(max_length=64)]),
     "hsa": lambda family: ha.HyperAttnConfig([BOTH if family == "bert" else HSA]),
-    "sparse": lambda family: None if family == "bert" else ha.HyperAttnConfig([ha.SparseConfig(RULES)]),
+    "sparse": lambda family: (
+        None if family == "bert" else ha.HyperAttnConfig([ha.SparseConfig(RULES)])
+    ),
     "head_fusion": lambda family: ha.HyperAttnConfig([ha.HeadFusionConfig()]),
     "talking_heads": lambda family: ha.HyperAttnConfig([ha.TalkingHeadsConfig()]),
     "mkl": lambda family: ha.HyperAttnConfig([ha.MklConfig()]),
     "mkl, conditional": lambda family: ha.HyperAttnConfig([ha.MklConfig(kind="conditional")]),
     "trilinear": lambda family: ha.HyperAttnConfig([ha.TrilinearConfig(windows=(4, 3))]),
     "trilinear, bidaf": lambda family: ha.HyperAttnConfig([ha.TrilinearConfig(form="bidaf")]),
-    "collaborative": lambda family: ha.HyperAttnConfig([ha.CollaborativeConfig()]) if family == "bert" else None,
-    "cone and hype, some heads": lambda family: ha.HyperAttnConfig([ha.ConeConfig(), ha.HypeConfig()], **some),
-    "hsa, some heads": lambda family: None if family == "bert" else ha.HyperAttnConfig([HSA], mode="replace", **some),
+    "collaborative": lambda family: (
+        ha.HyperAttnConfig([ha.CollaborativeConfig()]) if family == "bert" else None
+    ),
+    "cone and hype, some heads": lambda family: ha.HyperAttnConfig(
+        [ha.ConeConfig(), ha.HypeConfig()], **some
+    ),
+    "hsa, some heads": lambda family: (
+        None if family == "bert" else ha.HyperAttnConfig([HSA], mode="replace", **some)
+    ),
     "hype and talking heads, some heads": lambda family: ha.HyperAttnConfig(
         [ha.HypeConfig(), ha.TalkingHeadsConfig()], **some
     ),
     "head_fusion, some heads": lambda family: ha.HyperAttnConfig([ha.HeadFusionConfig()], **some),
     "mkl, some heads": lambda family: ha.HyperAttnConfig([ha.MklConfig()], **some),
 }
-CASES = [(family, name) for name in PATCHES for family in FAMILIES if PATCHES[name](family) is not None]
+CASES = [
+    (family, name) for name in PATCHES for family in FAMILIES if PATCHES[name](family) is not None
+]
 AFTERWARDS = [("llama", "cone"), ("llama", "talking_heads"), ("qwen3", "head_fusion")]
 
 
 def start(module: str, folder: Path) -> None:
     """Run `python -m module RANK FOLDER` for every rank, and wait; an error of one is an AssertionError."""
     root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(root),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     logs = [folder / f"{rank}.log" for rank in range(WORLD)]
     started = [
         subprocess.Popen(
@@ -129,8 +147,15 @@ def results_of(model: nn.Module, data: dict) -> dict:
     """Logits, and the gradients of all parameters."""
     out = model.eval()(**data)
     out.loss.backward()
-    named = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": whole(out.logits), "gradients": {name: whole(gradient) for name, gradient in named.items()}}
+    named = {
+        name.removeprefix("module."): p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return {
+        "logits": whole(out.logits),
+        "gradients": {name: whole(gradient) for name, gradient in named.items()},
+    }
 
 
 def layout(kind: str, family: str) -> DistributedConfig:
@@ -150,7 +175,9 @@ def error_of(function) -> str:
 def one_case(case, folder: Path, rank: int) -> dict:
     results, source = {}, "start"
     for kind in ("tp", "fsdp2"):
-        model = AUTO[case[0]].from_pretrained(path(folder, source, case), distributed_config=layout(kind, case[0]))
+        model = AUTO[case[0]].from_pretrained(
+            path(folder, source, case), distributed_config=layout(kind, case[0])
+        )
         results[(kind, *case)] = results_of(model, batch() if kind == "tp" else half(rank))
         model.zero_grad()
         model.save_pretrained(path(folder, kind, case))
@@ -163,7 +190,9 @@ def one_case(case, folder: Path, rank: int) -> dict:
 
 def patched_afterwards(case, folder: Path) -> Tensor:
     """The logits of a model that is patched after it was cut, with the case's added parameters."""
-    model = AUTO[case[0]].from_pretrained(path(folder, "stock", case[:1]), distributed_config=layout("tp", case[0]))
+    model = AUTO[case[0]].from_pretrained(
+        path(folder, "stock", case[:1]), distributed_config=layout("tp", case[0])
+    )
     ha.patch_model(model, PATCHES[case[1]](case[0]))
     values = AUTO[case[0]].from_pretrained(path(folder, "start", case)).state_dict()
     with torch.no_grad():
@@ -181,7 +210,10 @@ def others(folder: Path) -> dict:
         model = load(folder / "gathered" / how, distributed_config=shared, **options)
         results["other", f"gathered heads, {how}"] = model(**batch()).logits
     if hasattr(DistributedConfig, "pp_size"):
-        model = load(path(folder, "start", ("llama", "cone")), distributed_config=DistributedConfig(pp_size=WORLD))
+        model = load(
+            path(folder, "start", ("llama", "cone")),
+            distributed_config=DistributedConfig(pp_size=WORLD),
+        )
         data = {name: tensor for name, tensor in batch().items() if name != "labels"}
         results["other", "pipeline"] = model(**data).logits
     return results
@@ -203,7 +235,9 @@ def refusals(folder: Path) -> dict[str, str]:
     return {
         "three heads": error_of(lambda: load(folder / "three_heads", distributed_config=shared)),
         "converted": error_of(
-            lambda: AUTO["bert"].from_pretrained(folder / "converted", distributed_config=layout("tp", "bert"))
+            lambda: AUTO["bert"].from_pretrained(
+                folder / "converted", distributed_config=layout("tp", "bert")
+            )
         ),
         "convert": error_of(
             lambda: ha.convert(
@@ -224,7 +258,11 @@ def main(rank: int, folder: Path) -> None:
     hf.utils.logging.set_verbosity_error()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     dist.init_process_group(
-        "gloo", f"file://{folder}/meeting", rank=rank, world_size=WORLD, timeout=timedelta(minutes=5)
+        "gloo",
+        f"file://{folder}/meeting",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(minutes=5),
     )
     results = {}
     for case in map(tuple, json.loads((folder / "cases.json").read_text())):

@@ -54,7 +54,9 @@ def share(batch: dict, rank: int) -> dict:
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """All trainable parameters, gathered."""
     return {
-        n.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        n.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p)
+        .detach()
+        .clone()
         for n, p in model.named_parameters()
         if p.requires_grad
     }
@@ -77,4 +79,6 @@ def main(rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # all is written; at the interpreter's end threads of the process group may still run, and abort it
+    os._exit(
+        0
+    )  # all is written; at the interpreter's end threads of the process group may still run, and abort it

@@ -30,7 +30,9 @@ def tensors(model, inputs: dict) -> list[torch.Tensor]:
 
 
 def same(left: list, right: list) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
 
 
 def lacking(auto, directory: Path) -> str:
@@ -49,7 +51,9 @@ def lacking(auto, directory: Path) -> str:
 def load(directory: Path) -> dict:
     config = json.loads((directory / "export" / "config.json").read_text())
     wanted = f"modeling_hyperattn.{config['architectures'][0]}"
-    auto = getattr(transformers, next(name for name, cls in config["auto_map"].items() if cls == wanted))
+    auto = getattr(
+        transformers, next(name for name, cls in config["auto_map"].items() if cls == wanted)
+    )
     inputs, expected = torch.load(directory / "io.pt")
     try:
         auto.from_pretrained(directory / "export")
@@ -77,7 +81,9 @@ def load(directory: Path) -> dict:
 
 def beneath(model, inputs: dict) -> float:
     """How far a name that is written into the config, as Transformers does for Whisper, takes the output away."""
-    inputs = {name: t for name, t in inputs.items() if name != "attention_mask"}  # padding has no meaning to compare
+    inputs = {
+        name: t for name, t in inputs.items() if name != "attention_mask"
+    }  # padding has no meaning to compare
     expected = tensors(model, inputs)
     model.config._attn_implementation = "eager"
     found = tensors(model, inputs)

@@ -53,10 +53,15 @@ def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=WORLD)
-    load, shared = hf.AutoModelForCausalLM.from_pretrained, DistributedConfig(tp_size=WORLD, tp_plan="auto")
+    load, shared = (
+        hf.AutoModelForCausalLM.from_pretrained,
+        DistributedConfig(tp_size=WORLD, tp_plan="auto"),
+    )
     results = {}
     for name in NAMES:
-        results[name] = logits(load(folder / "stock", attn_implementation=name, distributed_config=shared))
+        results[name] = logits(
+            load(folder / "stock", attn_implementation=name, distributed_config=shared)
+        )
     results |= save_in_parts(folder, load, shared)
     if rank == 0:
         torch.save(results, folder / "results.pt")

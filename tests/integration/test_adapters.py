@@ -61,7 +61,9 @@ METHODS = {
     "LoKr": Method(peft.LoKrConfig, LINEAR),
     "OFT": Method(peft.OFTConfig, LINEAR | dict(oft_block_size=8)),
     "LN tuning": Method(peft.LNTuningConfig, dict(target_modules=["input_layernorm"])),
-    "prompt tuning": Method(peft.PromptTuningConfig, dict(num_virtual_tokens=4), merge=False, native="refused"),
+    "prompt tuning": Method(
+        peft.PromptTuningConfig, dict(num_virtual_tokens=4), merge=False, native="refused"
+    ),
 }
 
 
@@ -89,7 +91,9 @@ def step(model) -> None:
 
 def said(model) -> torch.Tensor:
     ids = next_character()["input_ids"]
-    return logits(model, dict(input_ids=ids))[:, -ids.shape[1] :]  # prompts of an adapter come before
+    return logits(model, dict(input_ids=ids))[
+        :, -ids.shape[1] :
+    ]  # prompts of an adapter come before
 
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -117,8 +121,12 @@ def test_a_method_from_training_to_the_merged_model(name, tmp_path):
         with pytest.raises(ValueError, match="does not support"):
             other.load_adapter(tmp_path / "adapter")
     else:
-        missing = {k for k in other.load_adapter(tmp_path / "adapter").missing_keys if "ranknum" not in k}
-        warned = method.native == "warned" and Version(hf.__version__) >= Version("5.18")  # before, ours reads all
+        missing = {
+            k for k in other.load_adapter(tmp_path / "adapter").missing_keys if "ranknum" not in k
+        }
+        warned = method.native == "warned" and Version(hf.__version__) >= Version(
+            "5.18"
+        )  # before, ours reads all
         assert bool(missing) == warned and not any("hyper" in key for key in missing)
         assert method.native == "warned" or gap(said(other), trained) <= 1e-6
     with pytest.raises(ValueError, match="is not patched; first call hf_hyperattn"):
@@ -134,7 +142,9 @@ def test_a_method_from_training_to_the_merged_model(name, tmp_path):
             model.merge_and_unload()
         return
     merged = model.merge_and_unload()
-    assert type(merged) is hf.LlamaForCausalLM and not any("modules_to_save" in n for n, _ in merged.named_modules())
+    assert type(merged) is hf.LlamaForCausalLM and not any(
+        "modules_to_save" in n for n, _ in merged.named_modules()
+    )
     assert gap(said(merged), trained) <= 1e-6
     merged.save_pretrained(tmp_path / "merged")
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -180,18 +190,25 @@ def test_every_method_by_every_loader_in_a_fresh_process(how, tmp_path):
         if method.config is LoraConfig:
             config = ha.lora_config(model, **method.options)
         else:
-            config = method.config(**method.options, task_type="CAUSAL_LM", modules_to_save=["hyper"])
+            config = method.config(
+                **method.options, task_type="CAUSAL_LM", modules_to_save=["hyper"]
+            )
         model = get_peft_model(model, config)
         step(model)
         model.save_pretrained(tmp_path / "adapters" / name)
         trained[name] = said(model)
-    ran = subprocess.run([sys.executable, "-c", PROGRAM, LOADERS[how], tmp_path], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, LOADERS[how], tmp_path], capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = torch.load(tmp_path / "found")
     for name, expected in trained.items():
         answer = found[str(tmp_path / "adapters" / name)]
         refused = how in ("AutoModel", "pipeline") and METHODS[name].native == "refused"
-        assert ("does not support" in answer) if refused else gap(answer, expected) <= 1e-6, (name, answer)
+        assert ("does not support" in answer) if refused else gap(answer, expected) <= 1e-6, (
+            name,
+            answer,
+        )
 
 
 def test_the_page_has_a_row_for_every_method_and_no_failure():
@@ -220,7 +237,11 @@ def warned(caplog):
     caplog.set_level(logging.WARNING, "hf_hyperattn")
 
     def lines() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if record.name.startswith("hf_hyperattn")]
+        found = [
+            record.getMessage()
+            for record in caplog.records
+            if record.name.startswith("hf_hyperattn")
+        ]
         assert not any("\n" in line for line in found)
         return found
 
@@ -294,7 +315,10 @@ def test_the_open_gates_of_the_base_s_own_checkpoint_are_no_loss(warned, tmp_pat
     "wrap",
     [
         lambda m: get_peft_model(m, lora()).get_base_model(),
-        pytest.param(lambda m: m.add_adapter(lora(), "x") or m.delete_adapter("x") or m, marks=native_adapters),
+        pytest.param(
+            lambda m: m.add_adapter(lora(), "x") or m.delete_adapter("x") or m,
+            marks=native_adapters,
+        ),
     ],
 )
 def test_a_whole_save_under_names_that_no_load_finds_is_refused(wrap, tmp_path):
@@ -327,8 +351,12 @@ with warnings.catch_warnings(record=True) as seen:
     PeftModel.from_pretrained(stock, folder + "/plain")
 print(any("hf_hyperattn" in str(w.message) for w in seen), "hf_hyperattn" in sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert ran.stdout.splitlines() == ["'HF_HYPERATTN_LORA'"] * 3 + ["True False"], ran.stderr[-2000:]
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
+    assert ran.stdout.splitlines() == ["'HF_HYPERATTN_LORA'"] * 3 + ["True False"], ran.stderr[
+        -2000:
+    ]
     config = peft.PeftConfig.from_pretrained(tmp_path / "whole")
     assert isinstance(config, LoraConfig) and config.peft_type == peft.PeftType.LORA
 
@@ -366,7 +394,8 @@ def test_adapters_of_earlier_versions_load(tmp_path):
     (tmp_path / "hyperattn_config.json").unlink()  # as on the Hub, where it is not fetched
     for load in (PeftModel.from_pretrained, lambda m, d: m.load_adapter(d)):
         with pytest.raises(
-            ValueError, match=r"^the added parameter [^\n]*layers.0.self_attn.hyper[^\n]*hyperattn_config"
+            ValueError,
+            match=r"^the added parameter [^\n]*layers.0.self_attn.hyper[^\n]*hyperattn_config",
         ):
             load(patched(layers=[1]), tmp_path)
 
@@ -386,12 +415,16 @@ def test_a_base_that_is_patched_otherwise_is_refused(other, tmp_path, warned):
     adapted().save_pretrained(tmp_path / "whole")
     adapted(modules_to_save=None).save_pretrained(tmp_path / "plain")
     for load in (PeftModel.from_pretrained, lambda m, d: m.load_adapter(d)):
-        with pytest.raises(ValueError, match=r"^this adapter holds [^\n]*its base had cone in 2 [^\n]*otherwise"):
+        with pytest.raises(
+            ValueError, match=r"^this adapter holds [^\n]*its base had cone in 2 [^\n]*otherwise"
+        ):
             load(patched(**other), tmp_path / "whole")
     before = len(warned())
     PeftModel.from_pretrained(patched(**other), tmp_path / "plain")
     PeftModel.from_pretrained(llama(), tmp_path / "plain")
-    assert len(warned()) == before + 2 and all("its base had cone" in line for line in warned()[before:])
+    assert len(warned()) == before + 2 and all(
+        "its base had cone" in line for line in warned()[before:]
+    )
 
 
 def test_an_adapter_of_a_model_used_by_name_warns_on_another_name(tmp_path, warned):
@@ -410,10 +443,14 @@ def test_an_adapter_of_a_model_used_by_name_warns_on_another_name(tmp_path, warn
 def test_an_adapter_without_its_tensors_is_refused(native, tmp_path):
     adapted().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "adapter_model.safetensors")
-    kept = {k: v for k, v in weights.items() if not k.endswith("layers.1.self_attn.hyper.cone.gate")}
+    kept = {
+        k: v for k, v in weights.items() if not k.endswith("layers.1.self_attn.hyper.cone.gate")
+    }
     assert len(kept) == len(weights) - 1
     save_file(kept, tmp_path / "adapter_model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"^the added parameter [^\n]*layers.1.self_attn.hyper[^\n]*gate"):
+    with pytest.raises(
+        ValueError, match=r"^the added parameter [^\n]*layers.1.self_attn.hyper[^\n]*gate"
+    ):
         base().load_adapter(tmp_path) if native else PeftModel.from_pretrained(base(), tmp_path)
 
 
@@ -444,7 +481,9 @@ def test_adapters_are_switched_and_deleted(native):
     step(model)
     first = said(model)
     for name, options in (("two", {}), ("plain", dict(modules_to_save=None))):
-        model.add_adapter(lora(**options), name) if native else model.add_adapter(name, lora(**options))
+        model.add_adapter(lora(**options), name) if native else model.add_adapter(
+            name, lora(**options)
+        )
         model.set_adapter(name)
         step(model)
     second = {}
@@ -453,8 +492,12 @@ def test_adapters_are_switched_and_deleted(native):
         second.setdefault(name, said(model))
         assert gap(said(model), second[name]) == 0
     assert gap(second["one"], first) <= 1e-6 and gap(second["two"], first) > 1e-3
-    with pytest.raises(ValueError, match=r"^set_adapter got the adapters \['one', 'two'\][^\n]*one such adapter"):
-        model.set_adapter(["one", "two"]) if native else model.base_model.set_adapter(["one", "two"])
+    with pytest.raises(
+        ValueError, match=r"^set_adapter got the adapters \['one', 'two'\][^\n]*one such adapter"
+    ):
+        model.set_adapter(["one", "two"]) if native else model.base_model.set_adapter(
+            ["one", "two"]
+        )
     model.set_adapter("two")
     model.delete_adapter("one")
     assert gap(said(model), second["two"]) == 0
@@ -486,7 +529,9 @@ def test_weighted_adapters_and_hot_swapping_are_refused(tmp_path):
     model = two_adapters()
     model.add_adapter("plain", lora(modules_to_save=None))
     for names in (["default", "two"], ["plain", "two"], ["two"]):
-        with pytest.raises(ValueError, match=r"^add_weighted_adapter does not reach the added parameters"):
+        with pytest.raises(
+            ValueError, match=r"^add_weighted_adapter does not reach the added parameters"
+        ):
             model.add_weighted_adapter(names, [0.5] * len(names), "both", combination_type="linear")
     model.save_pretrained(tmp_path)
     for name in ("default", "plain"):
@@ -537,6 +582,8 @@ def test_the_trainer_s_own_decay_spares_what_was_added(tmp_path):
     trainer = hf.Trainer(model, arguments, train_dataset=rows)
     trainer.create_optimizer()
     names = {id(p): n for n, p in model.named_parameters()}
-    decay = {names[id(p)]: g["weight_decay"] for g in trainer.optimizer.param_groups for p in g["params"]}
+    decay = {
+        names[id(p)]: g["weight_decay"] for g in trainer.optimizer.param_groups for p in g["params"]
+    }
     assert {n for n in decay if "hyper" in n} == set(added(model))
     assert all((decay[n] == 0) == (".hyper." in n) for n in decay)

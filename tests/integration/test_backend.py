@@ -60,7 +60,9 @@ def test_it_outlives_patching():
 
 def test_unknown_engines_are_refused_and_change_nothing():
     model = patched()
-    with pytest.raises(ValueError, match="backend='cuda' is unknown; allowed: auto, reference, blockwise"):
+    with pytest.raises(
+        ValueError, match="backend='cuda' is unknown; allowed: auto, reference, blockwise"
+    ):
         ha.set_backend(model, "cuda")
     assert torch.isfinite(model(**text_inputs()).logits).all()
 
@@ -69,7 +71,8 @@ def test_a_family_that_is_rerouted_is_told_after_the_patch():
     config = hf.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
     model = hf.BloomForCausalLM(config).eval()
     with pytest.raises(
-        ValueError, match="BloomForCausalLM has no attention that could be told of an engine; call it af"
+        ValueError,
+        match="BloomForCausalLM has no attention that could be told of an engine; call it af",
     ):
         ha.set_backend(model, "reference")
     assert ha.set_backend(model, "auto") is model  # there is nothing to take back
@@ -79,9 +82,13 @@ def test_a_family_that_is_rerouted_is_told_after_the_patch():
 
 def test_engines_that_a_mechanism_does_not_run_on_are_named(caplog):
     model = ha.set_backend(ha.patch_model(llama(), ha.TrilinearConfig(), mode="replace"), "cpu")
-    with pytest.raises(ValueError, match="backend='cpu' is unknown; allowed: 'auto', 'reference', 'blockwise'"):
+    with pytest.raises(
+        ValueError, match="backend='cpu' is unknown; allowed: 'auto', 'reference', 'blockwise'"
+    ):
         run(model, text_inputs())
-    model = ha.set_backend(ha.patch_model(llama(), ha.HsaConfig((4, 16)), mode="replace"), "reference")
+    model = ha.set_backend(
+        ha.patch_model(llama(), ha.HsaConfig((4, 16)), mode="replace"), "reference"
+    )
     for _ in range(2):
         run(model, text_inputs())
     (said,) = (r.getMessage() for r in caplog.records if "set_backend" in r.getMessage())

@@ -18,12 +18,20 @@ ROOT = str(Path(ha.__file__).parent)
 
 def model(config) -> LlamaForCausalLM:
     """Patched with a config and its gates open; None: cone attention by name."""
-    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=64,
+    )
     made = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).eval()
     if config is None:
         made.set_attn_implementation("cone")
         return made
-    ha.patch_model(made, config, mode="replace" if config.mechanism in ("hsa", "sparse") else "blend")
+    ha.patch_model(
+        made, config, mode="replace" if config.mechanism in ("hsa", "sparse") else "blend"
+    )
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if ".hyper." in name:
@@ -74,7 +82,10 @@ def test_few_files_are_entered(name):
     with torch.no_grad():
         llama(ids, use_cache=False)
         past = llama(ids, use_cache=True).past_key_values
-        prefill, step = lambda: llama(ids, use_cache=False), lambda: llama(ids[:, :1], past_key_values=past)
+        prefill, step = (
+            lambda: llama(ids, use_cache=False),
+            lambda: llama(ids[:, :1], past_key_values=past),
+        )
         for call, most in zip((prefill, step), MOST_FILES[name], strict=True):
             call()
             known = len(dispatch.RESOLVED)
@@ -101,7 +112,9 @@ def test_what_training_changes_is_read_afresh():
                 if ".hyper." in name:
                     parameter.data.fill_(value)
             seen.append(llama(ids).logits)
-        host = LlamaForCausalLM(llama.config.__class__.from_dict(ha.unpatch_model(llama).config.to_dict())).eval()
+        host = LlamaForCausalLM(
+            llama.config.__class__.from_dict(ha.unpatch_model(llama).config.to_dict())
+        ).eval()
         host.load_state_dict(llama.state_dict())
         assert torch.equal(seen[1], host(ids).logits)
     assert not torch.equal(seen[0], seen[2]) and torch.equal(seen[0], seen[3])

@@ -34,7 +34,9 @@ def calls(function) -> int:
     return count
 
 
-@pytest.mark.parametrize("load", [hf.LlamaForCausalLM, hf.AutoModelForCausalLM], ids=["class", "auto"])
+@pytest.mark.parametrize(
+    "load", [hf.LlamaForCausalLM, hf.AutoModelForCausalLM], ids=["class", "auto"]
+)
 def test_loading_a_patched_model(load, tmp_path):
     counts = []
     for layers in (1, 3):
@@ -66,7 +68,9 @@ def test_a_model_knows_what_it_is_built_into_also_after_a_failure():
         Failing(config)
     assert failure.traceback  # it keeps the half-built model alive
     alone = hf.LlamaModel(config)
-    assert [name for name, _ in alone.named_modules() if name.endswith("hyper")] == ["layers.0.self_attn.hyper"]
+    assert [name for name, _ in alone.named_modules() if name.endswith("hyper")] == [
+        "layers.0.self_attn.hyper"
+    ]
 
 
 LATE = """

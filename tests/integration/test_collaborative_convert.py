@@ -23,7 +23,9 @@ FULL = ha.CollaborativeConfig(rank=WIDTH)
 
 def without_dimensions(model):
     """The model with one dimension less in every head's query weights: rank H(d-1), with all biases as they were."""
-    for _, host in [(n, m) for n, m in model.named_modules() if conversion.projections(m) is not None]:
+    for _, host in [
+        (n, m) for n, m in model.named_modules() if conversion.projections(m) is not None
+    ]:
         found = conversion.projections(host)
         with torch.no_grad():
             found.query.view(4, 8, -1)[:, -1] = 0
@@ -64,7 +66,11 @@ def test_logits_are_the_formula():
         shared_part = y @ a.T @ torch.diag(mixing[h]) @ b @ y.T
         bias = old.query.bias[rows].double() @ old.key.weight[rows].double()
         logits[h] = (shared_part + (y @ bias)[None, :]) / 8**0.5
-    values = (y @ old.value.weight.double().T + old.value.bias.double()).unflatten(-1, (4, 8)).transpose(0, 1)
+    values = (
+        (y @ old.value.weight.double().T + old.value.bias.double())
+        .unflatten(-1, (4, 8))
+        .transpose(0, 1)
+    )
     expected = (logits.softmax(-1) @ values).transpose(0, 1).flatten(1)
     with torch.no_grad():
         got = host(x)[0][0]
@@ -96,7 +102,13 @@ def test_a_bare_checkpoint_loads_with_a_head_and_the_other_way(tmp_path):
     headed = hf.BertForSequenceClassification.from_pretrained(tmp_path).eval()
     assert difference(run(model, inputs), run(headed.bert, inputs)) == 0.0
     headed.save_pretrained(tmp_path / "headed")
-    assert difference(run(model, inputs), run(hf.AutoModel.from_pretrained(tmp_path / "headed").eval(), inputs)) == 0
+    assert (
+        difference(
+            run(model, inputs),
+            run(hf.AutoModel.from_pretrained(tmp_path / "headed").eval(), inputs),
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bart", "t5", "whisper"])
@@ -110,7 +122,10 @@ def test_generation_with_a_cache_equals_without(family):
         static = dict(cache_implementation="static", disable_compile=True)
         assert torch.equal(model.generate(**given, **static, **how), plain)
         beams = dict(num_beams=2, use_cache=False, **how)
-        assert torch.equal(model.generate(**given, **beams), model.generate(**given, **beams | dict(use_cache=True)))
+        assert torch.equal(
+            model.generate(**given, **beams),
+            model.generate(**given, **beams | dict(use_cache=True)),
+        )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
@@ -129,7 +144,9 @@ def test_parameters_are_really_gone():
     model, _ = make("bert")
     before = sum(p.numel() for p in model.parameters())
     with quiet():
-        parts = conversion.plan(model, HyperAttnConfig((ha.CollaborativeConfig(rank=12),), mode="replace"))[1]
+        parts = conversion.plan(
+            model, HyperAttnConfig((ha.CollaborativeConfig(rank=12),), mode="replace")
+        )[1]
         convert(model, ha.CollaborativeConfig(rank=12, steps=2))
     after = sum(p.numel() for p in model.parameters())
     assert before - after == sum(a - b for a, b in (part.parameters for part in parts))
@@ -208,7 +225,9 @@ def test_the_original_comes_back_in_the_models_dtype():
 def test_what_was_kept_is_not_saved(tmp_path):
     model, _ = shared("bert", keep_original=True)
     model.save_pretrained(tmp_path)
-    assert not [n for n in load_file(tmp_path / "model.safetensors") if n.endswith("self.query.weight")]
+    assert not [
+        n for n in load_file(tmp_path / "model.safetensors") if n.endswith("self.query.weight")
+    ]
     again = hf.AutoModel.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="keep_original=True"):
         ha.unpatch_model(again)
@@ -265,7 +284,11 @@ def test_without_biases_every_rank_is_allowed():
 
 
 def test_families_and_modules_that_cannot_be_shared_are_refused():
-    for family, match in (("deberta-v2", "not known"), ("bloom", "not known"), ("mpt", "not known")):
+    for family, match in (
+        ("deberta-v2", "not known"),
+        ("bloom", "not known"),
+        ("mpt", "not known"),
+    ):
         model, _ = make(family)
         state = State(model)
         with pytest.raises(ValueError, match=match):
@@ -286,7 +309,9 @@ def test_families_and_modules_that_cannot_be_shared_are_refused():
 def test_some_layers_and_ranks_of_their_own(tmp_path):
     model, inputs = make("bert")
     own = {"encoder.layer.2.attention.self": (ha.CollaborativeConfig(rank=20, steps=3),)}
-    config = HyperAttnConfig((ha.CollaborativeConfig(rank=8, steps=3),), layers=[1, 2], overrides=own)
+    config = HyperAttnConfig(
+        (ha.CollaborativeConfig(rank=8, steps=3),), layers=[1, 2], overrides=own
+    )
     with quiet():
         convert(model, config)
     ranks = [m.shared.out_features for m in model.modules() if isinstance(m, SharedProjection)]
@@ -332,7 +357,11 @@ def test_everything_learns_and_lora_reaches_the_new_projections(tmp_path):
     model(**inputs)[0].square().mean().backward()
     for name, parameter in model.named_parameters():
         if "shared" in name or "content" in name or "mixing" in name:
-            assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+            assert (
+                parameter.grad is not None
+                and parameter.grad.isfinite().all()
+                and parameter.grad.any()
+            ), name
     model.eval()
     before = run(model, inputs)
     lora = LoraConfig(target_modules=["query.shared", "key.shared"], modules_to_save=["hyper"])
@@ -384,7 +413,9 @@ def test_examples_must_reach_every_host():
     model, inputs = make("clip")
     state = State(model)
     with pytest.raises(Exception):  # noqa: B017  whatever the model says of half a call
-        convert(model, ha.CollaborativeConfig(rank=8), examples=[{"input_ids": inputs["input_ids"]}])
+        convert(
+            model, ha.CollaborativeConfig(rank=8), examples=[{"input_ids": inputs["input_ids"]}]
+        )
     assert not state.differences(State(model))
 
 
@@ -418,10 +449,14 @@ def test_the_record_says_what_was_done(tmp_path):
     model, _ = shared("bert")
     model.save_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())["hyperattn"]
-    assert record["mechanisms"] == [{"mechanism": "collaborative", "rank": 12, "steps": 20, "seed": 0}]
+    assert record["mechanisms"] == [
+        {"mechanism": "collaborative", "rank": 12, "steps": 20, "seed": 0}
+    ]
     assert record["mode"] == "replace" and len(record["hosts"]) == 4
     description = ha.describe(model)
-    assert description["patched"] == 4 and description["hosts"][0]["mechanisms"] == ["collaborative"]
+    assert description["patched"] == 4 and description["hosts"][0]["mechanisms"] == [
+        "collaborative"
+    ]
 
 
 def test_a_model_built_from_the_config_can_be_trained():

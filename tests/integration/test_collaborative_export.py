@@ -32,7 +32,9 @@ def elsewhere(tmp_path_factory):
     script = Path(__file__).with_name("remote.py")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [sys.executable, str(script), *(str(root / family) for family in models)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=250)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=root, env=environment, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
     return root, {family: (answers[str(root / family)], *models[family]) for family in models}

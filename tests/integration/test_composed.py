@@ -119,7 +119,9 @@ def test_what_is_missing_in_a_checkpoint_still_starts_anew(tmp_path):
     model = trained(ha.HeadFusionConfig(), llama())
     model.save_pretrained(tmp_path)
     stock = llama()
-    stock.load_state_dict({name: t for name, t in model.state_dict().items() if ".hyper." not in name})
+    stock.load_state_dict(
+        {name: t for name, t in model.state_dict().items() if ".hyper." not in name}
+    )
     weights = stock.state_dict()
     with ha.fresh_patch():
         again = hf.LlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=weights)

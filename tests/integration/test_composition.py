@@ -58,13 +58,18 @@ label = lambda value: value if isinstance(value, str) else " + ".join(value)
 
 def some(pairs, every=3):
     """Every third pair in every run, the others with the slow tests."""
-    cases = [pytest.param(*pair, marks=[pytest.mark.slow] if i % every else []) for i, pair in enumerate(pairs)]
+    cases = [
+        pytest.param(*pair, marks=[pytest.mark.slow] if i % every else [])
+        for i, pair in enumerate(pairs)
+    ]
     return pytest.mark.parametrize("family, pair", cases, ids=label)
 
 
 def test_every_mechanism_is_here():
     conversions = {"hat"}
-    assert {config.mechanism for config in CONFIGS.values()} | conversions == set(ha.registry.MECHANISMS)
+    assert {config.mechanism for config in CONFIGS.values()} | conversions == set(
+        ha.registry.MECHANISMS
+    )
     assert len(MEANT) > 100
 
 
@@ -108,7 +113,9 @@ def test_a_pair_is_one_patch(family, pair, tmp_path):
 def test_a_pair_generates_the_same_with_a_cache(family, pair):
     model, inputs = patched(family, pair)
     perturb(model, 0.2)
-    assert torch.equal(generate(model, inputs, use_cache=True), generate(model, inputs, use_cache=False))
+    assert torch.equal(
+        generate(model, inputs, use_cache=True), generate(model, inputs, use_cache=False)
+    )
 
 
 @some(MEANT)

@@ -41,7 +41,8 @@ configs = st.builds(
     heads=choices,
     mode=st.sampled_from(["blend", "replace"]),
     include_cross_attention=st.booleans(),
-    hosts=st.none() | st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5, unique=True),
+    hosts=st.none()
+    | st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5, unique=True),
 )
 
 
@@ -66,7 +67,9 @@ def test_every_mechanism_has_a_config_that_explains_itself(name):
     config = MECHANISMS[name].config
     assert config.mechanism == name and MECHANISMS[name].stage in STAGES
     assert config.__doc__
-    assert any(source in MECHANISMS[name].paper for source in ("arXiv", "JMLR", "no paper of its own"))
+    assert any(
+        source in MECHANISMS[name].paper for source in ("arXiv", "JMLR", "no paper of its own")
+    )
     for field in dataclasses.fields(config):
         assert field.metadata.get("help"), f"{name}.{field.name} has no help"
     if all(f.default is not dataclasses.MISSING for f in dataclasses.fields(config)):
@@ -100,9 +103,13 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("field, value", [(f, v) for f, (values, _) in FIELDS.items() for v in values])
+@pytest.mark.parametrize(
+    "field, value", [(f, v) for f, (values, _) in FIELDS.items() for v in values]
+)
 def test_a_value_out_of_range_names_field_value_and_range(field, value):
-    with pytest.raises(ValueError, match=rf"ConeConfig\.{field}=.* is not allowed; allowed: .*({FIELDS[field][1]})"):
+    with pytest.raises(
+        ValueError, match=rf"ConeConfig\.{field}=.* is not allowed; allowed: .*({FIELDS[field][1]})"
+    ):
         ha.ConeConfig(**{field: value})
 
 
@@ -111,14 +118,17 @@ def test_a_combination_without_meaning_is_refused():
         ha.ConeConfig(variant="penumbral", mapping="xi")
     for setting in ({"squared": False}, {"clamp_heights": True}):
         with pytest.raises(
-            ValueError, match=r"ConeConfig\.\w+=\w+ has no meaning for variant='umbral'; allowed: leave"
+            ValueError,
+            match=r"ConeConfig\.\w+=\w+ has no meaning for variant='umbral'; allowed: leave",
         ):
             ha.ConeConfig(**setting)
         assert ha.ConeConfig(variant="penumbral", **setting)
 
 
 def test_two_mechanisms_of_one_stage_are_refused():
-    with pytest.raises(ValueError, match="cone and cone both change the score of attention; .* leave one out"):
+    with pytest.raises(
+        ValueError, match="cone and cone both change the score of attention; .* leave one out"
+    ):
         ha.HyperAttnConfig([CONE, ha.ConeConfig(gamma=2.0)])
 
 
@@ -136,7 +146,9 @@ def test_unknown_keys_are_refused_with_advice():
     with pytest.raises(ValueError, match="unknown key 'colour'; allowed: heads, hosts, "):
         ha.HyperAttnConfig.from_dict(data | {"colour": "red"})
     data["mechanisms"][0]["height"] = "pair_norm"
-    with pytest.raises(ValueError, match="ConeConfig has no field 'height'; .*may know it: pip install"):
+    with pytest.raises(
+        ValueError, match="ConeConfig has no field 'height'; .*may know it: pip install"
+    ):
         ha.HyperAttnConfig.from_dict(data)
 
 
@@ -145,7 +157,9 @@ def test_unknown_keys_are_refused_with_advice():
 
 @pytest.mark.parametrize("heads", [None, [0, 2], "first-half"])
 def test_save_and_load(heads, tmp_path):
-    config = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.4)], layers="last-third", heads=heads, mode="replace")
+    config = ha.HyperAttnConfig(
+        [ha.ConeConfig(gamma=0.4)], layers="last-third", heads=heads, mode="replace"
+    )
     config.save_pretrained(tmp_path / "new" / "folder")
     assert ha.HyperAttnConfig.from_pretrained(tmp_path / "new" / "folder") == config
     assert ha.HyperAttnConfig.from_pretrained(tmp_path / "new" / "folder" / CONFIG_NAME) == config
@@ -156,20 +170,28 @@ def test_save_and_load(heads, tmp_path):
 def test_arguments_of_saving_and_loading_are_used_or_refused(tmp_path, monkeypatch):
     config, place = ha.HyperAttnConfig([CONE]), tmp_path / "new"
     for unknown, nearest in (("typo", ""), ("push_to_hubb", "; did you mean 'push_to_hub'?")):
-        with pytest.raises(TypeError, match=f"save_pretrained has no argument '{unknown}'; allowed: push_.*") as error:
+        with pytest.raises(
+            TypeError, match=f"save_pretrained has no argument '{unknown}'; allowed: push_.*"
+        ) as error:
             config.save_pretrained(place, **{unknown: True})
         assert str(error.value).endswith(nearest)
     with pytest.raises(ValueError, match="^repo_id is for push_to_hub=True; leave it out$"):
         config.save_pretrained(place, repo_id="me/mine")
     assert not place.exists()
     pushed = []
-    monkeypatch.setattr(ha.HyperAttnConfig, "push_to_hub", lambda self, *a, **k: pushed.append((a, k)))
+    monkeypatch.setattr(
+        ha.HyperAttnConfig, "push_to_hub", lambda self, *a, **k: pushed.append((a, k))
+    )
     config.save_pretrained(place, push_to_hub=True, repo_id="me/mine", private=True)
     config.save_pretrained(place, max_shard_size="1GB")  # as Transformers' push_to_hub calls it
     assert pushed == [(("me/mine",), {"private": True})]
-    with pytest.raises(TypeError, match="from_pretrained has no argument 'revison'; .*did you mean 'revision'"):
+    with pytest.raises(
+        TypeError, match="from_pretrained has no argument 'revison'; .*did you mean 'revision'"
+    ):
         ha.HyperAttnConfig.from_pretrained(place, revison="main")
-    with pytest.raises(ValueError, match="revision is for a Hub id, and .* is on the disk; leave it out"):
+    with pytest.raises(
+        ValueError, match="revision is for a Hub id, and .* is on the disk; leave it out"
+    ):
         ha.HyperAttnConfig.from_pretrained(place, revision="main")
     assert ha.HyperAttnConfig.from_pretrained(place, revision=None, token="secret") == config
 

@@ -37,12 +37,19 @@ def steep(family: str = "llama"):
 def generated(model, prompts=PROMPTS) -> list[list[int]]:
     """What continuous batching appends to each prompt, in steps that hold tokens of several requests."""
     options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
-    size = "page_size" if "page_size" in {f.name for f in fields(ContinuousBatchingConfig)} else "block_size"  # 5.17
+    size = (
+        "page_size"
+        if "page_size" in {f.name for f in fields(ContinuousBatchingConfig)}
+        else "block_size"
+    )  # 5.17
     small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **{size: 8})
     found = model.generate_batch(
         prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
     )
-    return [r.generated_tokens for _, r in sorted(found.items(), key=lambda item: int(item[0].split("_")[-1]))]
+    return [
+        r.generated_tokens
+        for _, r in sorted(found.items(), key=lambda item: int(item[0].split("_")[-1]))
+    ]
 
 
 def alone(model) -> list[list[int]]:
@@ -98,7 +105,9 @@ def test_what_needs_places_is_refused(config):
         model.set_attn_implementation(config)
     else:
         ha.patch_model(model, config)
-    with pytest.raises(ValueError, match=r"is refused in continuous batching: .*allowed: generate\(\)") as raised:
+    with pytest.raises(
+        ValueError, match=r"is refused in continuous batching: .*allowed: generate\(\)"
+    ) as raised:
         generated(model)
     assert "\n" not in str(raised.value)
 
@@ -112,10 +121,18 @@ def test_stock_models_are_as_they_were():
 def test_an_ordinary_cache_in_the_call_is_not_taken_for_a_paged_one(mask):
     """Encoders of Transformers 5.24 hand down all keywords, `cache` among them, which the original ignores."""
     model = ha.patch_model(steep(), ha.ConeConfig(), mode="replace")
-    module, call = model.model.layers[0].self_attn, ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    module, call = (
+        model.model.layers[0].self_attn,
+        ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation],
+    )
     query, key, value = torch.randn(3, 1, module.config.num_attention_heads, 5, module.head_dim)
-    key, value = key[:, : module.config.num_key_value_heads], value[:, : module.config.num_key_value_heads]
+    key, value = (
+        key[:, : module.config.num_key_value_heads],
+        value[:, : module.config.num_key_value_heads],
+    )
     cache = DynamicCache()
     with torch.no_grad():
-        expected, found = (call(module, query, key, value, mask, **more)[0] for more in ({}, {"cache": cache}))
+        expected, found = (
+            call(module, query, key, value, mask, **more)[0] for more in ({}, {"cache": cache})
+        )
     assert torch.equal(found, expected) and cache.get_seq_length() == 0

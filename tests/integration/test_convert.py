@@ -98,7 +98,9 @@ def test_a_second_conversion_is_refused(toy):
 
 def test_a_patch_with_it_is_refused(toy):
     refused(ha.patch_model, bert(), ToyWholeConfig(), match=r"hf_hyperattn\.convert")
-    refused(ha.patch_model, bert(), HyperAttnConfig((ToyWholeConfig(),)), match=r"hf_hyperattn\.convert")
+    refused(
+        ha.patch_model, bert(), HyperAttnConfig((ToyWholeConfig(),)), match=r"hf_hyperattn\.convert"
+    )
     refused(ha.patch_model, bert(), RANK, match=r"hf_hyperattn\.convert")
     named = {"encoder.layer.0.attention.self": (RANK,)}
     hidden = HyperAttnConfig((ha.CollaborativeConfig(),), overrides=named)
@@ -112,17 +114,27 @@ def test_a_conversion_of_a_whole_model_stands_alone(toy):
         HyperAttnConfig((ToyWholeConfig(),), mode="replace"),
     ):
         refused(convert, bert(), config, match="its config alone")
-    refused(convert, bert(), ToyWholeConfig(), examples=[dict(input_ids=torch.ones(1, 2))], match="no examples")
+    refused(
+        convert,
+        bert(),
+        ToyWholeConfig(),
+        examples=[dict(input_ids=torch.ones(1, 2))],
+        match="no examples",
+    )
 
 
 @pytest.mark.parametrize(
-    "config", [ha.ConeConfig(), ha.CollaborativeConfig(), HyperAttnConfig((ha.HypeConfig(),))], ids=str
+    "config",
+    [ha.ConeConfig(), ha.CollaborativeConfig(), HyperAttnConfig((ha.HypeConfig(),))],
+    ids=str,
 )
 def test_what_is_no_conversion_is_refused(config):
     refused(convert, bert(), config, match="patch_model is for it")
 
 
-@pytest.mark.parametrize("config", [None, "collaborative", [RANK], HyperAttnConfig(()), {"rank": 6}], ids=str)
+@pytest.mark.parametrize(
+    "config", [None, "collaborative", [RANK], HyperAttnConfig(()), {"rank": 6}], ids=str
+)
 def test_what_is_no_config_is_refused(config):
     refused(convert, bert(), config, match="allowed: the config of a conversion")
 
@@ -132,7 +144,9 @@ def test_keep_original_is_a_yes_or_no(wish):
     refused(convert, bert(), RANK, wish, match="allowed: True or False")
 
 
-@pytest.mark.parametrize("examples", [[], {}, "text", 3, [1], [["input_ids"]], dict(input_ids=torch.ones(1, 3))])
+@pytest.mark.parametrize(
+    "examples", [[], {}, "text", 3, [1], [["input_ids"]], dict(input_ids=torch.ones(1, 3))]
+)
 def test_examples_are_calls(examples):
     refused(convert, bert(), RANK, examples=examples, match="allowed: a list of dicts")
 

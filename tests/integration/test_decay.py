@@ -44,7 +44,9 @@ def step(optimizer, model, caplog) -> list[str]:
 
 OPTIMIZERS = {
     "AdamW, as it is": lambda ps: torch.optim.AdamW(ps),
-    "AdamW, a group": lambda ps: torch.optim.AdamW([{"params": ps, "weight_decay": 0.1}], weight_decay=0.0),
+    "AdamW, a group": lambda ps: torch.optim.AdamW(
+        [{"params": ps, "weight_decay": 0.1}], weight_decay=0.0
+    ),
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.01),
     "Adam": lambda ps: torch.optim.Adam(ps, weight_decay=1e-4),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, weight_decay=0.1),
@@ -57,19 +59,29 @@ def test_decay_is_said_once(name, caplog):
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     (said,) = step(optimizer, model, caplog)
     decay = next(g["weight_decay"] for g in optimizer.param_groups)
-    assert said.startswith(f"hf_hyperattn: {type(optimizer).__name__} decays 24 tensors that a patch added, such as ")
+    assert said.startswith(
+        f"hf_hyperattn: {type(optimizer).__name__} decays 24 tensors that a patch added, such as "
+    )
     assert f"model.layers.0.self_attn.hyper.cone.gate, by weight_decay={decay:g}" in said
     call = said.rpartition(": ")[2]
     groups = eval(call.removeprefix(type(optimizer).__name__), {"hf_hyperattn": ha, "model": model})
-    assert {g["name"]: g["weight_decay"] for g in groups} == {"weights": decay, "undecayed": 0.0, "hyper": 0.0}
-    assert not step(optimizer, model, caplog) and not step(torch.optim.AdamW(patched().parameters()), model, caplog)
+    assert {g["name"]: g["weight_decay"] for g in groups} == {
+        "weights": decay,
+        "undecayed": 0.0,
+        "hyper": 0.0,
+    }
+    assert not step(optimizer, model, caplog) and not step(
+        torch.optim.AdamW(patched().parameters()), model, caplog
+    )
     assert WATCH.done
 
 
 QUIET = {
     "our groups": lambda model: torch.optim.AdamW(ha.parameter_groups(model, 1e-3, 1e-2, 0.1)),
     "no decay": lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.0),
-    "none of ours": lambda model: torch.optim.AdamW(p for n, p in model.named_parameters() if ".hyper." not in n),
+    "none of ours": lambda model: torch.optim.AdamW(
+        p for n, p in model.named_parameters() if ".hyper." not in n
+    ),
     "frozen": lambda model: torch.optim.AdamW(
         p.requires_grad_(".hyper." not in n) for n, p in model.named_parameters()
     ),
@@ -99,7 +111,9 @@ def loaded(folder):
 
 
 ROADS = {
-    "adapter": lambda folder: peft.get_peft_model(llama(), ha.HyperLoraConfig(mechanisms=[ha.ConeConfig()], r=0)),
+    "adapter": lambda folder: peft.get_peft_model(
+        llama(), ha.HyperLoraConfig(mechanisms=[ha.ConeConfig()], r=0)
+    ),
     "modules_to_save": lambda folder: peft.get_peft_model(m := patched(), ha.lora_config(m, r=2)),
     "loaded": loaded,
     "copied": lambda folder: copy.deepcopy(patched()),
@@ -118,10 +132,16 @@ def test_every_road_is_watched(road, tmp_path, caplog):
 
 def test_the_trainer_is_not_warned_of(tmp_path, caplog):
     rows = [{"input_ids": row, "labels": row} for row in next_character()["input_ids"]]
-    arguments = dict(max_steps=1, weight_decay=0.1, report_to="none", disable_tqdm=True, use_cpu=True)
+    arguments = dict(
+        max_steps=1, weight_decay=0.1, report_to="none", disable_tqdm=True, use_cpu=True
+    )
     model = patched()
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
-        hf.Trainer(model, hf.TrainingArguments(tmp_path, save_strategy="no", **arguments), train_dataset=rows).train()
+        hf.Trainer(
+            model,
+            hf.TrainingArguments(tmp_path, save_strategy="no", **arguments),
+            train_dataset=rows,
+        ).train()
     assert not [r for r in caplog.records if r.name == "hf_hyperattn"]
 
 
@@ -152,4 +172,7 @@ def test_an_optimizer_without_a_learning_rate_of_its_own_steps(caplog):
     model(ids, labels=ids).loss.backward()
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         optimizer.step()
-    assert any("Adafactor(hf_hyperattn.parameter_groups(model, lr=LR" in r.getMessage() for r in caplog.records)
+    assert any(
+        "Adafactor(hf_hyperattn.parameter_groups(model, lr=LR" in r.getMessage()
+        for r in caplog.records
+    )

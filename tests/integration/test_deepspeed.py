@@ -44,4 +44,8 @@ def test_zero_trains_as_one_process_does_or_is_refused(case, together):
         assert len(trained) == len(dict(model.named_parameters()))
         assert all((trained[n] - p).abs().max() <= 1e-5 for n, p in model.named_parameters())
     message = results[(3, *case)]
-    assert message.startswith("ValueError: ") and "DeepSpeed ZeRO-3" in message and "allowed: " in message
+    assert (
+        message.startswith("ValueError: ")
+        and "DeepSpeed ZeRO-3" in message
+        and "allowed: " in message
+    )

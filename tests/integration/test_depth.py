@@ -10,7 +10,15 @@ import transformers as hf
 from torch import nn
 
 import hf_hyperattn as ha
-from tests.integration.models import bert, difference, llama, perturb, run, skip_without_native_adapters, text_inputs
+from tests.integration.models import (
+    bert,
+    difference,
+    llama,
+    perturb,
+    run,
+    skip_without_native_adapters,
+    text_inputs,
+)
 
 MECHANISMS = {
     "score": [ha.ConeConfig()],
@@ -68,8 +76,12 @@ def test_layers_deleted_from_a_patched_model(mechanisms, how, tmp_path):
     for each in (model, loaded):
         ha.unpatch_model(each)
         assert difference(run(each, text_inputs()), run(stock, text_inputs())) == 0
-        assert [type(module) for module in each.modules()] == [type(module) for module in stock.modules()]
-        assert each.state_dict().keys() == stock.state_dict().keys() and not hasattr(each.config, "hyperattn")
+        assert [type(module) for module in each.modules()] == [
+            type(module) for module in stock.modules()
+        ]
+        assert each.state_dict().keys() == stock.state_dict().keys() and not hasattr(
+            each.config, "hyperattn"
+        )
 
 
 def test_every_patched_layer_deleted(tmp_path):
@@ -95,7 +107,10 @@ def test_a_checkpoint_loaded_with_fewer_layers(mechanisms, layers, auto, tmp_pat
         short = auto.from_pretrained(tmp_path / "whole", num_hidden_layers=2)
     said = [r.getMessage() for r in caplog.records if r.name == "hf_hyperattn"]
     assert len(said) == 1 and "has fewer layers than the model that was patched" in said[0]
-    assert said[0].endswith("model.layers.2.self_attn, model.layers.3.self_attn") or layers == [0, 3]
+    assert said[0].endswith("model.layers.2.self_attn, model.layers.3.self_attn") or layers == [
+        0,
+        3,
+    ]
     cut(model, "slice")
     expected = run(model if auto is hf.AutoModelForCausalLM else model.model, text_inputs())
     patched = len([i for i in (range(4) if layers is None else layers) if i < 2])
@@ -107,12 +122,16 @@ def test_a_checkpoint_loaded_with_fewer_layers(mechanisms, layers, auto, tmp_pat
         assert difference(run(each, text_inputs()), expected) == 0
         assert ha.describe(each)["patched"] == patched
     if not patched:
-        assert not hasattr(short.config, "hyperattn") and short.config._attn_implementation == "sdpa"
+        assert (
+            not hasattr(short.config, "hyperattn") and short.config._attn_implementation == "sdpa"
+        )
 
 
 def test_stacks_are_shortened_each_by_itself(tmp_path):
     sizes = dict(vocab_size=99, d_model=32, num_heads=4, d_ff=40, d_kv=8, decoder_start_token_id=0)
-    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, num_layers=3, num_decoder_layers=3)).eval()
+    model = hf.T5ForConditionalGeneration(
+        hf.T5Config(**sizes, num_layers=3, num_decoder_layers=3)
+    ).eval()
     ha.patch_model(model, ha.ConeConfig())
     perturb(model)
     model.save_pretrained(tmp_path)
@@ -148,7 +167,9 @@ def test_hosts_that_no_depth_explains_are_still_refused():
     with pytest.raises(ValueError, match="names the host 'model.layers.1.attention'"):
         hf.LlamaForCausalLM(config)
     with pytest.raises(ValueError, match="names the host 'model.layers.9.self_attn'"):
-        ha.patch_model(llama(), ha.HyperAttnConfig([ha.ConeConfig()], hosts=["model.layers.9.self_attn"]))
+        ha.patch_model(
+            llama(), ha.HyperAttnConfig([ha.ConeConfig()], hosts=["model.layers.9.self_attn"])
+        )
 
 
 def test_a_conversion_loaded_with_fewer_layers(tmp_path):
@@ -175,7 +196,9 @@ def test_an_adapter_on_a_base_with_fewer_layers(r, tmp_path, caplog):
     expected = run(model, text_inputs())
     model.save_pretrained(tmp_path / "short")
     said = [r.getMessage() for r in caplog.records if r.name == "hf_hyperattn"]
-    assert len(said) == 1 and "left out: model.layers.2.self_attn, model.layers.3.self_attn" in said[0]
+    assert (
+        len(said) == 1 and "left out: model.layers.2.self_attn, model.layers.3.self_attn" in said[0]
+    )
     for folder in ("whole", "short"):
         caplog.clear()
         loaded = peft.PeftModel.from_pretrained(copy.deepcopy(short), tmp_path / folder)

@@ -43,12 +43,18 @@ def test_every_family_before_and_after(family):
     state = State(model)
     before = ha.describe(model)
     assert state.differences(State(model)) == []
-    assert before["hosts"] and before["patched"] == before["parameters_added"] == 0 and before["mode"] is None
+    assert (
+        before["hosts"]
+        and before["patched"] == before["parameters_added"] == 0
+        and before["mode"] is None
+    )
     ha.patch_model(model, CONE, include_cross_attention=True)
     after = ha.describe(model)
     assert after["patched"] == len(after["hosts"]) == len(before["hosts"])
     assert after["parameters"] == before["parameters"]
-    assert after["parameters_added"] == sum(p.numel() for n, p in model.named_parameters() if ".hyper." in n)
+    assert after["parameters_added"] == sum(
+        p.numel() for n, p in model.named_parameters() if ".hyper." in n
+    )
     json.dumps(after, allow_nan=False)
 
 
@@ -99,9 +105,15 @@ def test_the_table():
         "model.layers.0.self_attn",
         *"llama 4/2 causal cone 12 cone.gate 0 to 0".split(),
     ]
-    assert lines[3].split() == ["model.layers.1-3.self_attn", "(3)", *"llama 4/2 causal - 0 -".split()]
+    assert lines[3].split() == [
+        "model.layers.1-3.self_attn",
+        "(3)",
+        *"llama 4/2 causal - 0 -".split(),
+    ]
     assert len(lines) == 5 and set(lines[1]) == {"-", " "}
-    assert lines[-1].startswith("LlamaForCausalLM: 1 of 4 hosts patched (blend), 12 parameters added to ")
+    assert lines[-1].startswith(
+        "LlamaForCausalLM: 1 of 4 hosts patched (blend), 12 parameters added to "
+    )
 
 
 def test_equal_rows_are_folded_and_no_others():
@@ -126,7 +138,9 @@ def test_values_by_head():
     with torch.no_grad():
         model.model.layers[1].self_attn.hyper.cone.gate.copy_(torch.tensor(gate))
     described = ha.describe(model, heads=True)
-    assert "by_head" not in ha.describe(model)["hosts"][1] and described["hosts"][0]["by_head"] == {}
+    assert (
+        "by_head" not in ha.describe(model)["hosts"][1] and described["hosts"][0]["by_head"] == {}
+    )
     assert described["hosts"][1]["by_head"] == {
         "cone.gate": gate,
         "cone.log_gamma": [0] * 4,
@@ -178,7 +192,9 @@ def test_it_says_what_runs():
     model.config._attn_implementation_internal = "eager"
     found = ha.describe(model)
     assert [h["active"] for h in found["hosts"]] == [False] * 4
-    assert str(found).endswith("not active: the patched hosts run attn_implementation='eager', without what was added")
+    assert str(found).endswith(
+        "not active: the patched hosts run attn_implementation='eager', without what was added"
+    )
     model = llama()
     model.set_attn_implementation("cone")
     found = ha.describe(model)
@@ -188,4 +204,6 @@ def test_it_says_what_runs():
     assert str(ha.describe(model)).endswith("by name: attention is 'hyper_dot'")
     ha.patch_model(model, CONE, layers=[1])
     assert [h["beneath"] for h in ha.describe(model)["hosts"]] == [None, "hyper_dot", None, None]
-    assert str(ha.describe(model)).endswith("beneath: what is not changed is computed by 'hyper_dot'")
+    assert str(ha.describe(model)).endswith(
+        "beneath: what is not changed is computed by 'hyper_dot'"
+    )

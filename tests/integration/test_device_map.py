@@ -19,7 +19,9 @@ from .collaborative import quiet
 from .models import TEXT
 
 LAYERS = 6
-SIZES = TEXT | dict(hidden_size=32, num_hidden_layers=LAYERS, max_position_embeddings=128, initializer_range=0.2)
+SIZES = TEXT | dict(
+    hidden_size=32, num_hidden_layers=LAYERS, max_position_embeddings=128, initializer_range=0.2
+)
 
 
 class Weights(dict):
@@ -46,7 +48,10 @@ def model_of(family: str):
         return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
     cls, config = {
         "bert": (hf.BertModel, hf.BertConfig(**SIZES)),
-        "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=99, n_embd=32, n_layer=LAYERS, n_head=4)),
+        "gpt2": (
+            hf.GPT2LMHeadModel,
+            hf.GPT2Config(vocab_size=99, n_embd=32, n_layer=LAYERS, n_head=4),
+        ),
     }[family]
     return cls(config).eval()
 
@@ -62,7 +67,9 @@ def offloaded(family: str, how: str, folder):
     if not head and Version(accelerate.__version__) < Version("1.13"):
         pytest.skip("this Accelerate puts no whole model on disk")
     places = head | {name: "disk" for name, _ in model.named_children() if name not in head}
-    return type(model).from_pretrained(folder / "saved", device_map=places, offload_folder=str(folder)).eval(), None
+    return type(model).from_pretrained(
+        folder / "saved", device_map=places, offload_folder=str(folder)
+    ).eval(), None
 
 
 def bytes_of(*modules) -> int:
@@ -79,7 +86,10 @@ class Quiet:
 
 def inject(model, family: str) -> dict:
     length = 64
-    texts = [{"text": torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(s))} for s in range(3)]
+    texts = [
+        {"text": torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(s))}
+        for s in range(3)
+    ]
     if family == "bert":
         texts = [{"text": ids[None].expand(2, -1)} for part in texts for ids in part.values()]
         made = EncoderInjection(model, texts, hsa.layer_candidates(length)[:2], length, 0.5)
@@ -146,5 +156,7 @@ def test_conversion_of_an_offloaded_model(family, how, keep, tmp_path):
 def test_without_weights_nothing_is_converted():
     with torch.device("meta"):
         model = model_of("bert")
-    with pytest.raises(ValueError, match="on the meta device, without weights; allowed: a model in memory"):
+    with pytest.raises(
+        ValueError, match="on the meta device, without weights; allowed: a model in memory"
+    ):
         ha.convert(model, ha.CollaborativeConfig(rank=12))

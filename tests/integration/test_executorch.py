@@ -4,9 +4,15 @@ import pytest
 
 from .test_portable import assert_same, make, program
 
-pytestmark = [pytest.mark.tools, pytest.mark.timeout(1500)]  # lowering takes a minute, and longer on shared cores
+pytestmark = [
+    pytest.mark.tools,
+    pytest.mark.timeout(1500),
+]  # lowering takes a minute, and longer on shared cores
 CASES = [
-    *(("llama", name) for name in ("cone", "cone_penumbral", "hyperbolic", "hype", "hsa", "head_fusion", "mkl")),
+    *(
+        ("llama", name)
+        for name in ("cone", "cone_penumbral", "hyperbolic", "hype", "hsa", "head_fusion", "mkl")
+    ),
     *(("llama", name) for name in ("trilinear", "cone, hype, head_fusion", "cone by name")),
     *(("bert", name) for name in ("hsa", "collaborative")),
 ]

@@ -49,7 +49,9 @@ def elsewhere(tmp_path_factory):
     def of(family):
         if family not in known:
             root = tmp_path_factory.mktemp("exports")
-            known.update(answers_of(root, [f for f in COPIED + ROUTED if (f in SLOW) == (family in SLOW)]))
+            known.update(
+                answers_of(root, [f for f in COPIED + ROUTED if (f in SLOW) == (family in SLOW)])
+            )
         return known[family]
 
     return of
@@ -58,7 +60,11 @@ def elsewhere(tmp_path_factory):
 def answers_of(root: Path, families) -> dict:
     models = {}
     for family in families:
-        own = {"transformer.h.1.attn": [ha.ConeConfig(variant="penumbral")]} if family == "gpt2" else None
+        own = (
+            {"transformer.h.1.attn": [ha.ConeConfig(variant="penumbral")]}
+            if family == "gpt2"
+            else None
+        )
         model, inputs = models[family] = saved(root / family / "source", family, overrides=own)
         export_remote_code(root / family / "source", root / family / "export")
         with torch.no_grad():
@@ -67,7 +73,9 @@ def answers_of(root: Path, families) -> dict:
     script = Path(__file__).with_name("remote.py")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [sys.executable, str(script), *(str(root / family) for family in models)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=250)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=root, env=environment, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
     return {family: (answers[str(root / family)], *models[family]) for family in models}
@@ -94,7 +102,9 @@ def test_without_the_package_the_logits_are_the_same(family, elsewhere):
 @of_families(*ROUTED)
 def test_where_code_cannot_be_copied_the_package_is_named(family, elsewhere):
     answer = elsewhere(family)[0]
-    assert "ImportError" in answer["error"] and f"install hf_hyperattn: {install()}" in answer["error"]
+    assert (
+        "ImportError" in answer["error"] and f"install hf_hyperattn: {install()}" in answer["error"]
+    )
 
 
 @of_families(*COPIED, *ROUTED)
@@ -120,7 +130,9 @@ def test_with_the_package_an_export_is_a_checkpoint_as_any_other(tmp_path):
 def load_the_copies(directory: Path, monkeypatch):
     """The model as it loads where the package is not installed, but in this process."""
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "hf_hyperattn", None)  # `import hf_hyperattn` now raises ImportError
+        patch.setitem(
+            sys.modules, "hf_hyperattn", None
+        )  # `import hf_hyperattn` now raises ImportError
         patch.setattr(hf.PreTrainedModel, "post_init", hf.PreTrainedModel.post_init.__wrapped__)
         return hf.AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
@@ -151,11 +163,16 @@ def test_what_is_in_an_export(tmp_path):
     assert new["auto_map"]["AutoModelForCausalLM"] == "modeling_hyperattn.LlamaForCausalLM"
     assert new["auto_map"]["AutoModel"] == "modeling_hyperattn.LlamaModel"
     manifest = json.loads(after.pop("hyperattn_manifest.json").read_text())
-    assert manifest["sha256"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in after.items()}
+    assert manifest["sha256"] == {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in after.items()
+    }
     for name in after.keys() - before.keys():
         assert re.fullmatch(r"(modeling_hyperattn|hyperattn_\w+)\.py", name)
         text = after[name].read_text()
-        assert "hyperattn export" in text.splitlines()[0] and "Apache License, Version 2.0" in text.splitlines()[1]
+        assert (
+            "hyperattn export" in text.splitlines()[0]
+            and "Apache License, Version 2.0" in text.splitlines()[1]
+        )
         compile(text, name, "exec")
         assert_imports_resolve(text, after.keys())
 
@@ -190,7 +207,9 @@ def test_a_mechanism_of_another_package_is_imported_from_there(tmp_path):
         for name in set(MECHANISMS) - known:
             del MECHANISMS[name]
     text = (tmp_path / "export" / "modeling_hyperattn.py").read_text()
-    assert "\n    import hf_hyperattn" in text and "\n    import tests.integration.toy_rooms" in text
+    assert (
+        "\n    import hf_hyperattn" in text and "\n    import tests.integration.toy_rooms" in text
+    )
     assert not list((tmp_path / "export").glob("hyperattn_*.py"))
 
 
@@ -272,13 +291,19 @@ SOURCES = {
         lambda d: spoil(d, hyperattn=ha.HyperAttnConfig([CONE]).to_dict()),
         "holds no patched model",
     ),
-    "an adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "holds an adapter; merge it"),
+    "an adapter": (
+        lambda d: (d / "adapter_config.json").write_text("{}"),
+        "holds an adapter; merge it",
+    ),
     "remote code of its own": (
         lambda d: spoil(d, auto_map={"AutoModel": "mine.Model"}),
         "remote code of its own",
     ),
     "no config": (lambda d: (d / "config.json").unlink(), "a folder without config.json"),
-    "a hostile record": (lambda d: spoil(d, hyperattn={"format": 99}), "format 99, this hf_hyperattn reads"),
+    "a hostile record": (
+        lambda d: spoil(d, hyperattn={"format": 99}),
+        "format 99, this hf_hyperattn reads",
+    ),
     "hosts that are not there": (
         lambda d: spoil(d, hyperattn=ha.HyperAttnConfig([CONE], hosts=["nowhere"]).to_dict()),
         "names the host 'nowhere'",
@@ -287,7 +312,10 @@ SOURCES = {
         lambda d: spoil(d, architectures=["os.system"]),
         "names the class 'os.system', which none",
     ),
-    "an auto_map that is no object": (lambda d: spoil(d, auto_map=["x"]), "auto_map is .*allowed: an object"),
+    "an auto_map that is no object": (
+        lambda d: spoil(d, auto_map=["x"]),
+        "auto_map is .*allowed: an object",
+    ),
     "a class that is no list": (
         lambda d: spoil(d, architectures={"x": 1}),
         "architectures is .*a list of str",
@@ -309,7 +337,9 @@ SOURCES = {
         "holds no weights; allowed: model.safetensors",
     ),
     "a shard that is not there": (
-        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}'),
+        lambda d: (d / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model-2.safetensors"}}'
+        ),
         "names 'model-2.safetensors', which is not there",
     ),
     "an index of lists": (
@@ -317,7 +347,9 @@ SOURCES = {
         r"model.safetensors.index.json has weight_map=\{'a': \['x'\]\}; allowed: an object of tensors",
     ),
     "an index that leads out of it": (
-        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
+        lambda d: (d / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "../x.safetensors"}}'
+        ),
         "names '../x.safetensors', which is not there",
     ),
     "a link out of it": (
@@ -343,16 +375,25 @@ def test_a_source_that_cannot_be_exported(case, tmp_path, capsys):
     saved(tmp_path / "source")
     change, message = SOURCES[case]
     change(tmp_path / "source")
-    assert main(["export", "--remote-code", str(tmp_path / "source"), str(tmp_path / "export")]) == 2
+    assert (
+        main(["export", "--remote-code", str(tmp_path / "source"), str(tmp_path / "export")]) == 2
+    )
     error = capsys.readouterr().err
-    assert re.search(message, error) and error.count("\n") == 1 and error.startswith("hyperattn export: error: ")
+    assert (
+        re.search(message, error)
+        and error.count("\n") == 1
+        and error.startswith("hyperattn export: error: ")
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c"])
 def test_a_source_that_does_not_exist(name, tmp_path, capsys):
     assert main(["export", "--remote-code", name, str(tmp_path / "export")]) == 2
-    assert f"{name}: no such folder; allowed: the folder of a saved model or a Hub id" in capsys.readouterr().err
+    assert (
+        f"{name}: no such folder; allowed: the folder of a saved model or a Hub id"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_command(tmp_path, capsys):
@@ -360,7 +401,10 @@ def test_the_command(tmp_path, capsys):
     out = tmp_path / "export"
     assert main(["export", "--remote-code", str(tmp_path / "source"), str(out)]) == 0
     printed = capsys.readouterr().out
-    assert f'from_pretrained("{out}", trust_remote_code=True)' in printed and "nothing of ours" in printed
+    assert (
+        f'from_pretrained("{out}", trust_remote_code=True)' in printed
+        and "nothing of ours" in printed
+    )
     saved(tmp_path / "routed", "falcon")
     assert main(["export", "--remote-code", str(tmp_path / "routed"), str(out), "--force"]) == 0
     assert f"cannot be copied (hf_hyperattn): {install()}" in capsys.readouterr().out
@@ -402,13 +446,20 @@ def test_no_code_of_others_goes_along(tmp_path, capsys):
         (source / name).write_text(EVIL)
     (source / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     (source / "secret").symlink_to(tmp_path)
-    named = {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}, "tokenizer_class": "Mine"}
+    named = {
+        "auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]},
+        "tokenizer_class": "Mine",
+    }
     (source / "tokenizer_config.json").write_text(json.dumps(named))
-    deep = {"image_processor": {"auto_map": {"AutoImageProcessor": "tokenization_mine.Mine"}, "size": 3}}
+    deep = {
+        "image_processor": {"auto_map": {"AutoImageProcessor": "tokenization_mine.Mine"}, "size": 3}
+    }
     (source / "processor_config.json").write_text(json.dumps(deep))
     spoil(source, custom_pipelines={"x": {"impl": "tokenization_mine.Mine"}})
     generation = source / "generation_config.json"
-    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"custom_generate": "some/where"}))
+    generation.write_text(
+        json.dumps(json.loads(generation.read_text()) | {"custom_generate": "some/where"})
+    )
     assert main(["export", "--remote-code", str(source), str(out)]) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("left out, as ")]
     for name in (
@@ -423,7 +474,9 @@ def test_no_code_of_others_goes_along(tmp_path, capsys):
         if path.suffix == ".json":
             content = path.read_text()
             assert "tokenization_mine" not in content and "custom_generate" not in content, name
-    assert json.loads(files["processor_config.json"].read_text()) == {"image_processor": {"size": 3}}
+    assert json.loads(files["processor_config.json"].read_text()) == {
+        "image_processor": {"size": 3}
+    }
     assert "additional_chat_templates/tool.jinja" in files
     assert set(json.loads(files["hyperattn_manifest.json"].read_text())["sha256"]) == set(files) - {
         "hyperattn_manifest.json"
@@ -455,5 +508,8 @@ def test_links_within_the_hubs_cache_are_followed(tmp_path):
 
 def test_functions_are_imported_from_the_copies_of_their_modules():
     files = flat_copies(["hf_hyperattn.mechanisms.hyperbolic.midpoint"], "")
-    assert "from .hyperattn_engines_cpu import norms\n" in files["hyperattn_mechanisms_hyperbolic_midpoint.py"]
+    assert (
+        "from .hyperattn_engines_cpu import norms\n"
+        in files["hyperattn_mechanisms_hyperbolic_midpoint.py"]
+    )
     assert "from .hyperattn_engines_cpu_kernels import norms" in files["hyperattn_engines_cpu.py"]

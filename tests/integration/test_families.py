@@ -50,7 +50,9 @@ def generate(model, inputs, **how):
     inputs = {k: v for k, v in inputs.items() if k != "decoder_input_ids"}
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = 0
-    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, **how)
+    return model.generate(
+        **inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, **how
+    )
 
 
 def logits(model, **inputs):
@@ -87,7 +89,9 @@ def test_greedy_generation_with_a_cache_equals_without(family, name):
     inputs = inputs_of(family, model)
     plain = generate(model, inputs, use_cache=False)
     assert torch.equal(generate(model, inputs, use_cache=True), plain)
-    assert torch.equal(generate(model, inputs, cache_implementation="static", disable_compile=True), plain)
+    assert torch.equal(
+        generate(model, inputs, cache_implementation="static", disable_compile=True), plain
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,7 +140,9 @@ def test_attention_weights_are_a_distribution(family, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", [f for f in CAUSAL if f != "gpt_oss"])  # it gives its masks no position_ids
+@pytest.mark.parametrize(
+    "family", [f for f in CAUSAL if f != "gpt_oss"]
+)  # it gives its masks no position_ids
 def test_packed_sequences_do_not_see_each_other(family, name):
     model = model_of(family, name)
     ids = words(model.config)[:1]
@@ -162,7 +168,9 @@ def test_a_sliding_window_cuts(family, name):
     """In one windowed layer, a token reaches the next three of a window of four, and no further."""
     model = model_of(family, name, sliding_window=4)
     layers, whole = model.model.layers, model.config.sliding_window
-    windowed = next(i for i, layer in enumerate(layers) if getattr(layer.self_attn, "sliding_window", whole))
+    windowed = next(
+        i for i, layer in enumerate(layers) if getattr(layer.self_attn, "sliding_window", whole)
+    )
     model.config.layer_types = (
         [model.config.layer_types[windowed]] if getattr(model.config, "layer_types", None) else None
     )
@@ -172,7 +180,9 @@ def test_a_sliding_window_cuts(family, name):
     other = ids.clone()
     other[0, 0] = (ids[0, 0] + 1) % 90
     moved = (logits(model, input_ids=ids) - logits(model, input_ids=other)).abs().amax(-1)[0]
-    assert (moved[:4] > 1e-3).all() and (moved[4:] < 1e-6).all()  # experts sum in an order of their own
+    assert (moved[:4] > 1e-3).all() and (
+        moved[4:] < 1e-6
+    ).all()  # experts sum in an order of their own
 
 
 UNROUTED = ("bloom", "mpt", "deberta", "deberta-v2", "falcon", "gpt_neo", "gptj", "mamba", "resnet")
@@ -237,8 +247,12 @@ def test_a_part_that_cannot_be_served_is_refused_by_its_own_name(way, tmp_path):
     model.save_pretrained(tmp_path)
     ways = {
         "late": lambda: model.set_attn_implementation(asked),
-        "from_config": lambda: hf.AutoModel.from_config(tiny_config("detr"), attn_implementation=asked),
-        "from_pretrained": lambda: hf.AutoModel.from_pretrained(tmp_path, attn_implementation=asked),
+        "from_config": lambda: hf.AutoModel.from_config(
+            tiny_config("detr"), attn_implementation=asked
+        ),
+        "from_pretrained": lambda: hf.AutoModel.from_pretrained(
+            tmp_path, attn_implementation=asked
+        ),
     }
     with pytest.raises(ValueError, match="'resnet'"):
         ways[way]()
@@ -247,7 +261,8 @@ def test_a_part_that_cannot_be_served_is_refused_by_its_own_name(way, tmp_path):
 def test_a_part_that_the_class_lacks_is_refused():
     asked = {"image_codebook_config": "cone"}
     with pytest.raises(
-        ValueError, match=r"'(flava_image_codebook|FlavaImageCodebookConfig)' of FlavaModel, which lacks"
+        ValueError,
+        match=r"'(flava_image_codebook|FlavaImageCodebookConfig)' of FlavaModel, which lacks",
     ):
         hf.AutoModel.from_config(tiny_config("flava"), attn_implementation=asked)
 

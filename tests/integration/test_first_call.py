@@ -15,7 +15,16 @@ from transformers.models.llama import modeling_llama
 import hf_hyperattn as ha
 from hf_hyperattn.integration.first_call import WATCHED, check_reached
 from hf_hyperattn.mechanisms.sparse import Window
-from tests.integration.models import FAMILIES, State, bert, difference, llama, perturb, run, text_inputs
+from tests.integration.models import (
+    FAMILIES,
+    State,
+    bert,
+    difference,
+    llama,
+    perturb,
+    run,
+    text_inputs,
+)
 
 PATCHES = {
     "cone": ha.ConeConfig(),
@@ -78,8 +87,13 @@ def watched(model) -> list:
 def test_a_patch_of_a_layer_that_ignores_it_is_an_error(mechanism, how):
     model = llama()
     REPLACED[how](attention(model))
-    if mechanism == "head_fusion" and how == "instance":  # It puts a forward of its own around the layer's.
-        with pytest.raises(ValueError, match="was replaced on the instance, and head_fusion reads the hidden states"):
+    if (
+        mechanism == "head_fusion" and how == "instance"
+    ):  # It puts a forward of its own around the layer's.
+        with pytest.raises(
+            ValueError,
+            match="was replaced on the instance, and head_fusion reads the hidden states",
+        ):
             ha.patch_model(model, PATCHES[mechanism])
         return
     ha.patch_model(model, PATCHES[mechanism])
@@ -105,7 +119,9 @@ def test_a_name_on_a_layer_that_ignores_it_is_an_error(name, how):
 @pytest.mark.parametrize("use", ["patch", "name"])
 def test_a_forward_that_is_replaced_before_the_first_call_is_an_error(use, how):
     model = llama()
-    ha.patch_model(model, ha.ConeConfig()) if use == "patch" else model.set_attn_implementation("cone")
+    ha.patch_model(model, ha.ConeConfig()) if use == "patch" else model.set_attn_implementation(
+        "cone"
+    )
     REPLACED[how](attention(model))
     with pytest.raises(ValueError, match=ERROR):
         model(**text_inputs())
@@ -269,10 +285,20 @@ def test_a_compiled_forward_that_ignores_the_interface_is_an_error():
 @pytest.mark.parametrize("use", ["patch", "name"])
 def test_big_bird_on_an_encoder_s_states_is_an_error(use):
     """All its layers, and not only cross-attention, then attend to these states, in the stock class."""
-    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
-    config = hf.BigBirdConfig(**sizes, attention_type="original_full", is_decoder=True, add_cross_attention=True)
+    sizes = dict(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+    )
+    config = hf.BigBirdConfig(
+        **sizes, attention_type="original_full", is_decoder=True, add_cross_attention=True
+    )
     model, ids = hf.BigBirdModel(config).eval(), text_inputs()["input_ids"]
-    ha.patch_model(model, ha.ConeConfig()) if use == "patch" else model.set_attn_implementation("cone")
+    ha.patch_model(model, ha.ConeConfig()) if use == "patch" else model.set_attn_implementation(
+        "cone"
+    )
     with pytest.raises(ValueError, match="attention.self ran without the mechanism"):
         model(input_ids=ids, encoder_hidden_states=torch.randn(2, 3, 32))
     model(input_ids=ids)
@@ -309,7 +335,9 @@ def test_a_name_that_is_set_while_a_layer_runs_is_no_error(switch):
 def test_an_adapter_that_is_switched_while_a_layer_runs_is_no_error(mechanism):
     """Adapters of head_fusion also change the class of the layer."""
     model, target = llama(), dict(r=2, target_modules=["v_proj"])
-    adapted = peft.get_peft_model(model, ha.HyperLoraConfig(mechanisms=[PATCHES[mechanism]], **target), "one")
+    adapted = peft.get_peft_model(
+        model, ha.HyperLoraConfig(mechanisms=[PATCHES[mechanism]], **target), "one"
+    )
     adapted.add_adapter("two", ha.HyperLoraConfig(mechanisms=[PATCHES["hyperbolic"]], **target))
     handle = attention(model).o_proj.register_forward_hook(lambda *_: adapted.set_adapter("two"))
     adapted(**text_inputs())

@@ -29,7 +29,10 @@ def compute_half(module, query, key, value, attention_mask, scaling=None, **keyw
 @pytest.fixture(autouse=True)
 def registered():
     """The foreign function, and the registry as it was afterwards."""
-    functions, masks = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
+    functions, masks = (
+        dict(AttentionInterface._global_mapping),
+        dict(AttentionMaskInterface._global_mapping),
+    )
     AttentionInterface.register(FOREIGN, compute_half)
     AttentionMaskInterface.register(FOREIGN, sdpa_mask)
     yield
@@ -47,7 +50,8 @@ def test_a_patch_refuses_a_foreign_function_and_leaves_the_model():
         lambda: ha.patch_model(model, ha.HsaConfig(), mode="replace"),
     ):
         with pytest.raises(
-            ValueError, match=f"runs attn_implementation='{FOREIGN}', a function that hf_hyperattn does"
+            ValueError,
+            match=f"runs attn_implementation='{FOREIGN}', a function that hf_hyperattn does",
         ):
             attempt()
         assert difference(before, run(model, inputs)) == 0
@@ -61,15 +65,21 @@ def test_a_patched_model_refuses_to_run_on_a_foreign_function(tmp_path):
         lambda: setattr(model.config, "_attn_implementation", FOREIGN),
         lambda: model.set_attn_implementation({"": FOREIGN}),
     ):
-        with pytest.raises(ValueError, match=f"'{FOREIGN}', a function that hf_hyperattn does not know"):
+        with pytest.raises(
+            ValueError, match=f"'{FOREIGN}', a function that hf_hyperattn does not know"
+        ):
             attempt()
         assert difference(before, run(model, inputs)) == 0
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"'{FOREIGN}', a function that hf_hyperattn does not know"):
+    with pytest.raises(
+        ValueError, match=f"'{FOREIGN}', a function that hf_hyperattn does not know"
+    ):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=FOREIGN)
     model.config.hyperattn_stock = FOREIGN  # a checkpoint that an earlier version allowed
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"checkpoint of LlamaForCausalLM runs attn_implementation='{FOREIGN}'"):
+    with pytest.raises(
+        ValueError, match=f"checkpoint of LlamaForCausalLM runs attn_implementation='{FOREIGN}'"
+    ):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -88,7 +98,8 @@ def test_a_part_that_is_not_patched_may_run_a_foreign_function():
 def test_a_replaced_function_by_a_known_name_is_foreign():
     AttentionInterface.register("sdpa", compute_half)
     with pytest.raises(
-        ValueError, match="runs attn_implementation='sdpa', a function that hf_hyperattn does not know"
+        ValueError,
+        match="runs attn_implementation='sdpa', a function that hf_hyperattn does not know",
     ):
         ha.patch_model(llama(), ha.ConeConfig())
 
@@ -173,7 +184,10 @@ def test_wrappers_of_all_functions_act_once(kind):
         named = llama()
         named.set_attn_implementation("cone")
         run(named, inputs)
-    assert find_own_function(WRAPPERS[kind](ALL_ATTENTION_FUNCTIONS["sdpa"])) is ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert (
+        find_own_function(WRAPPERS[kind](ALL_ATTENTION_FUNCTIONS["sdpa"]))
+        is ALL_ATTENTION_FUNCTIONS["sdpa"]
+    )
 
 
 def test_a_wrapper_that_is_not_around_ours_is_warned_about(caplog):
@@ -181,7 +195,10 @@ def test_a_wrapper_that_is_not_around_ours_is_warned_about(caplog):
     AttentionInterface.register("sdpa", in_closure(ALL_ATTENTION_FUNCTIONS["sdpa"]))
     ha.patch_model(llama(), ha.ConeConfig())
     messages = [record.getMessage() for record in caplog.records]
-    assert any("'sdpa' is wrapped by" in message and "import hf_hyperattn before" in message for message in messages)
+    assert any(
+        "'sdpa' is wrapped by" in message and "import hf_hyperattn before" in message
+        for message in messages
+    )
 
 
 def test_arguments_by_position_are_those_by_name():
@@ -191,13 +208,19 @@ def test_arguments_by_position_are_those_by_name():
     for name in ("cone", "hype", "hyperbolic", "hf_hyperattn", "hyper_dot"):
         function = ALL_ATTENTION_FUNCTIONS[name]
         found, _ = function(layer, query, key, value, None, 0.0, 0.25, True)
-        expected, _ = function(layer, query, key, value, None, dropout=0.0, scaling=0.25, is_causal=True)
+        expected, _ = function(
+            layer, query, key, value, None, dropout=0.0, scaling=0.25, is_causal=True
+        )
         assert torch.equal(found, expected)
         with pytest.raises(TypeError, match="given 4 arguments after the mask"):
             function(layer, query, key, value, None, 0.0, 0.25, True, 1)
 
 
-KEYS = [{"txt_config": "cone"}, {"": "sdpa", "txt_config": "cone"}, {"text_config": {"deeper": "cone"}}]
+KEYS = [
+    {"txt_config": "cone"},
+    {"": "sdpa", "txt_config": "cone"},
+    {"text_config": {"deeper": "cone"}},
+]
 
 
 @pytest.mark.parametrize("implementation", KEYS, ids=str)
@@ -214,16 +237,23 @@ def test_a_key_that_no_part_has_is_refused(implementation, tmp_path):
         lambda: type(model)(type(model.config).from_dict(data)),
     ):
         with pytest.raises(
-            ValueError, match=f"names the part '{unknown}', which .*Config does not have; allowed keys: ''"
+            ValueError,
+            match=f"names the part '{unknown}', which .*Config does not have; allowed keys: ''",
         ):
             attempt()
-    assert model.config._attn_implementation == "sdpa" == model.config.text_config._attn_implementation
+    assert (
+        model.config._attn_implementation == "sdpa" == model.config.text_config._attn_implementation
+    )
 
 
-@pytest.mark.skipif(Version(hf.__version__) < Version("5.23"), reason="earlier ones take no keys inside a part")
+@pytest.mark.skipif(
+    Version(hf.__version__) < Version("5.23"), reason="earlier ones take no keys inside a part"
+)
 def test_keys_of_parts_are_heard():
     model = llava()
     model.set_attn_implementation({"text_config": {"": "cone"}})
     assert model.config.text_config._attn_implementation == "cone"
-    model.set_attn_implementation({"no_part": "sdpa"})  # Transformers ignores it, and nothing of ours is lost
+    model.set_attn_implementation(
+        {"no_part": "sdpa"}
+    )  # Transformers ignores it, and nothing of ours is lost
     assert model.config.text_config._attn_implementation == "cone"

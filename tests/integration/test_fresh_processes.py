@@ -28,8 +28,14 @@ def half():
 
 #: The stock model, and what is patched in.
 MODELS = {
-    "BART, cone": (lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SEQ2SEQ)), ha.ConeConfig()),
-    "BART, HyPE": (lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SEQ2SEQ)), ha.HypeConfig()),
+    "BART, cone": (
+        lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SEQ2SEQ)),
+        ha.ConeConfig(),
+    ),
+    "BART, HyPE": (
+        lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SEQ2SEQ)),
+        ha.HypeConfig(),
+    ),
     "cone": (llama, ha.ConeConfig()),
     "HyPE": (llama, ha.HypeConfig()),
     "hyperbolic": (lambda: llama(num_attention_heads=2), ha.HyperbolicConfig()),
@@ -41,7 +47,9 @@ MODELS = {
 def digests(model) -> list[str]:
     """Of the logits of some lengths, one by one and together, with a cache, and of the gradients of two threads."""
     found = []
-    say = lambda t: found.append(hashlib.sha256(t.detach().float().numpy().tobytes()).hexdigest()[:16])
+    say = lambda t: found.append(
+        hashlib.sha256(t.detach().float().numpy().tobytes()).hexdigest()[:16]
+    )
     for batch, length in ((1, 1), (1, 150), (3, 77)):
         ids = torch.arange(batch * length).reshape(batch, length) * 7 % 90 + 3
         inputs = {
@@ -90,7 +98,9 @@ def test_three_fresh_processes_agree_bit_for_bit(tmp_path):
             "OMP_WAIT_POLICY": "passive",
         }
         command = [sys.executable, "-m", "tests.integration.test_fresh_processes", str(tmp_path)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         said.append([line for line in done.stdout.splitlines() if line[:1].isdigit()])
     assert len(said[0]) == 2 * len(MODELS)

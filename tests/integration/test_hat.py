@@ -22,7 +22,9 @@ def check_against_loops(model, given, within=1e-12):
     """Outputs and gradients of all parameters."""
     weights = torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     out = model(**given)
-    loss = (out.last_hidden_state.pow(2).sum(-1) @ torch.ones(out.last_hidden_state.shape[1]).double()) @ weights
+    loss = (
+        out.last_hidden_state.pow(2).sum(-1) @ torch.ones(out.last_hidden_state.shape[1]).double()
+    ) @ weights
     (loss + out.pooler_output.sin().sum()).backward()
     mine = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -103,14 +105,20 @@ def test_neither_padding_nor_other_texts_matter(side):
         assert (out.last_hidden_state[row][here] - alone.last_hidden_state[0]).abs().max() < 1e-12
         assert (out.pooler_output[row] - alone.pooler_output[0]).abs().max() < 1e-12
     noise = given["input_ids"].where(given["attention_mask"] != 0, torch.tensor(60))
-    assert torch.equal(model(noise, given["attention_mask"]).last_hidden_state, out.last_hidden_state)
+    assert torch.equal(
+        model(noise, given["attention_mask"]).last_hidden_state, out.last_hidden_state
+    )
 
 
 def test_other_segments_matter_by_their_cls_rows_alone():
     model, given = hat(layout="S S SC"), batch((14,))
     changed = given["input_ids"].clone()
     changed[0, 13] = 59 if changed[0, 13] != 59 else 58
-    difference = (model(changed).last_hidden_state - model(given["input_ids"]).last_hidden_state).abs().amax(-1)[0]
+    difference = (
+        (model(changed).last_hidden_state - model(given["input_ids"]).last_hidden_state)
+        .abs()
+        .amax(-1)[0]
+    )
     # the last token is in the last of four segments; of the first one only the CLS row, in its place 0, hears of it
     assert difference[0] > 1e-6 and difference[1:13].max() == 0 and difference[13] > 1e-3
     assert (hat(layout="S S S")(**given).last_hidden_state != 0).all()
@@ -139,9 +147,13 @@ def test_kinds_of_a_model_without_them_are_refused():
     "settings, name", [({"gated": True}, "gated=True"), ({"cross_blocks": "new"}, "cross_blocks=")]
 )
 def test_what_says_nothing_without_cross_segment_blocks_is_refused(settings, name):
-    with pytest.raises(ValueError, match=f"HatConfig.{name}.*, since layout='S S' has no cross-segment block"):
+    with pytest.raises(
+        ValueError, match=f"HatConfig.{name}.*, since layout='S S' has no cross-segment block"
+    ):
         ha.HatConfig(layout="S S", **settings)
-    assert ha.HatConfig(layout="S SC", **settings) and ha.HatConfig(layout="S S", gated=False, cross_blocks="copy")
+    assert ha.HatConfig(layout="S SC", **settings) and ha.HatConfig(
+        layout="S S", gated=False, cross_blocks="copy"
+    )
 
 
 def test_a_cls_token_is_put_before_texts_that_lack_it():
@@ -150,7 +162,9 @@ def test_a_cls_token_is_put_before_texts_that_lack_it():
     ids = batch((14,))["input_ids"]
     expected = plain(ids)
     assert torch.equal(told(ids).last_hidden_state, expected.last_hidden_state)
-    both = torch.cat([torch.cat([ids[:, 1:], ids[:, :1]], 1), ids])  # the first row has its CLS token cut away
+    both = torch.cat(
+        [torch.cat([ids[:, 1:], ids[:, :1]], 1), ids]
+    )  # the first row has its CLS token cut away
     mask = torch.ones_like(both)
     mask[0, -1] = 0
     found = told(both, mask)
@@ -223,11 +237,19 @@ def test_new_blocks_and_stretched_positions():
 
 
 def test_dtype_mode_labels_and_attention_are_kept():
-    model = encoder(head="ForSequenceClassification", id2label={0: "a", 1: "b", 2: "c"}).to(torch.bfloat16).train()
+    model = (
+        encoder(head="ForSequenceClassification", id2label={0: "a", 1: "b", 2: "c"})
+        .to(torch.bfloat16)
+        .train()
+    )
     model.set_attn_implementation("eager")
     found = convert(model, PLAIN)
     assert found.training and found.dtype == torch.bfloat16
-    assert found.config._attn_implementation == "eager" and found.config.id2label == {0: "a", 1: "b", 2: "c"}
+    assert found.config._attn_implementation == "eager" and found.config.id2label == {
+        0: "a",
+        1: "b",
+        2: "c",
+    }
 
 
 def test_the_original_is_given_back():
@@ -279,7 +301,9 @@ def test_other_families_are_refused_by_name():
     import transformers as hf
 
     model = hf.GPT2Model(hf.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(ValueError, match="'gpt2', which cannot be converted to HAT; allowed: bert, camembert, dist"):
+    with pytest.raises(
+        ValueError, match="'gpt2', which cannot be converted to HAT; allowed: bert, camembert, dist"
+    ):
         convert(model, ha.HatConfig())
 
 
@@ -294,7 +318,9 @@ def test_rows_of_padding_alone(side, pooling):
     """They leave the other rows as they are, and give finite numbers."""
     model, given = hat(pooling=pooling, cls_token_id=2), batch(side=side)
     ids, mask = given["input_ids"], given["attention_mask"]
-    filled = dict(input_ids=torch.cat([ids[:1], ids]), attention_mask=torch.cat([0 * mask[:1], mask]))
+    filled = dict(
+        input_ids=torch.cat([ids[:1], ids]), attention_mask=torch.cat([0 * mask[:1], mask])
+    )
     expected, found = model(**given), model(**filled)
     for name in ("last_hidden_state", "pooler_output", "segment_states"):
         assert torch.allclose(found[name][1:], expected[name], atol=1e-12), name
@@ -310,21 +336,28 @@ def test_calls_that_make_no_sense():
     mask = given["attention_mask"]
     for call, message in [
         ({}, "needs input_ids or inputs_embeds"),
-        (given | {"attention_mask": mask[:, None, None]}, r"attention_mask has shape \(3, 1, 1, 13\)"),
+        (
+            given | {"attention_mask": mask[:, None, None]},
+            r"attention_mask has shape \(3, 1, 1, 13\)",
+        ),
         (given | {"position_ids": mask}, "position_ids was given to HatModel"),
         (given | {"output_attentions": True}, "set_attn_implementation"),
         (batch((65,)), "a text has 65 tokens; allowed: at most max_position_embeddings=64"),
     ]:
         with pytest.raises(ValueError, match=message):
             model(**call)
-    assert isinstance(model, HatModel) and model(**batch((64,), width=70)).last_hidden_state.shape == (
+    assert isinstance(model, HatModel) and model(
+        **batch((64,), width=70)
+    ).last_hidden_state.shape == (
         1,
         70,
         16,
     )
 
 
-def test_a_config_of_earlier_versions_with_gates_that_are_nowhere_loads_with_a_warning(tmp_path, caplog):
+def test_a_config_of_earlier_versions_with_gates_that_are_nowhere_loads_with_a_warning(
+    tmp_path, caplog
+):
     config = ha.HatEncoderConfig(layout="S S", num_hidden_layers=2, gated=True)
     (said,) = (r.getMessage() for r in caplog.records)
     assert "HatEncoderConfig.gated says nothing: layout='S S' has no gate" in said
@@ -332,7 +365,9 @@ def test_a_config_of_earlier_versions_with_gates_that_are_nowhere_loads_with_a_w
     assert ha.HatEncoderConfig.from_pretrained(tmp_path).to_dict()["gated"] is True
 
 
-@pytest.mark.parametrize("name", ["position_ids", "hierarchy", "encoder_hidden_states", "past_key_values", "cache"])
+@pytest.mark.parametrize(
+    "name", ["position_ids", "hierarchy", "encoder_hidden_states", "past_key_values", "cache"]
+)
 def test_what_the_segments_replace_is_refused(name):
     with pytest.raises(ValueError, match=f"^{name} was given to HatModel[^\n]*allowed: None"):
         hat().float()(**batch(), **{name: torch.zeros(3, 13)})

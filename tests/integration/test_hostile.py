@@ -29,8 +29,26 @@ def nested(depth: int) -> list:
 VALUES = {
     "format": [True, None, "1", 1.0, [1], 0, -1, 2, 10**300, 10**5000, float("nan")],
     "mechanisms": [
-        *({}, "cone", 5, True, None, [], 0, "", [5], ["cone"], [None], [[]], [{}], [{"mechanism": 5}]),
-        *([{"mechanism": name}] for name in ("../../x", "__class__", "os.system", "cone ", "CONE", "", HUGE)),
+        *(
+            {},
+            "cone",
+            5,
+            True,
+            None,
+            [],
+            0,
+            "",
+            [5],
+            ["cone"],
+            [None],
+            [[]],
+            [{}],
+            [{"mechanism": 5}],
+        ),
+        *(
+            [{"mechanism": name}]
+            for name in ("../../x", "__class__", "os.system", "cone ", "CONE", "", HUGE)
+        ),
         GOOD["mechanisms"] * 2,
         GOOD["mechanisms"] * 20_000,
         [nested(900)],
@@ -82,7 +100,18 @@ VALUES = {
     ],
     "mode": [None, 5, True, [], {}, "x", HUGE, "__import__('os')"],
     "include_cross_attention": [None, 5, "yes", [], {}],
-    "layers": [{}, True, 1.5, 5, HUGE, "first-" + "9" * 10_000, "every-0th", nested(900), ["0"], [1.5]],
+    "layers": [
+        {},
+        True,
+        1.5,
+        5,
+        HUGE,
+        "first-" + "9" * 10_000,
+        "every-0th",
+        nested(900),
+        ["0"],
+        [1.5],
+    ],
     "evil": [1],
     HUGE: [1],
 }
@@ -110,7 +139,11 @@ CONE_VALUES = {
 
 
 def cases() -> dict:
-    found = {f"{key[:9]}-{i}": GOOD | {key: v} for key, values in VALUES.items() for i, v in enumerate(values)}
+    found = {
+        f"{key[:9]}-{i}": GOOD | {key: v}
+        for key, values in VALUES.items()
+        for i, v in enumerate(values)
+    }
     for key, values in CONE_VALUES.items():
         for i, value in enumerate(values):
             found[f"cone.{key}-{i}"] = GOOD | {"mechanisms": [GOOD["mechanisms"][0] | {key: value}]}
@@ -155,16 +188,23 @@ def test_thousands_of_layers_that_the_model_lacks_are_one_short_warning(caplog):
     model = AutoModelForCausalLM.from_config(config)
     assert time.process_time() - before < 20 and len(model.config.hyperattn["hosts"]) == 4
     (record,) = [r for r in caplog.records if r.name == "hf_hyperattn"]
-    assert record.getMessage().endswith("model.layers.11.self_attn and 8988 more") and len(record.getMessage()) < 600
+    assert (
+        record.getMessage().endswith("model.layers.11.self_attn and 8988 more")
+        and len(record.getMessage()) < 600
+    )
 
 
-@pytest.mark.parametrize("hyperattn", [GOOD | {"mode": "x"}, GOOD | {"hosts": ["nowhere"]}, [1], "cone"], ids=str)
+@pytest.mark.parametrize(
+    "hyperattn", [GOOD | {"mode": "x"}, GOOD | {"hosts": ["nowhere"]}, [1], "cone"], ids=str
+)
 def test_from_a_checkpoint(hyperattn, tmp_path):
     model = llama()
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     data = json.loads(path.read_text())
-    path.write_text(json.dumps(data | {"hyperattn": hyperattn, "attn_implementation": "hf_hyperattn"}))
+    path.write_text(
+        json.dumps(data | {"hyperattn": hyperattn, "attn_implementation": "hf_hyperattn"})
+    )
     with pytest.raises(ValueError, match="allowed") as caught:
         type(model).from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
@@ -200,7 +240,9 @@ def test_whatever_the_note_of_the_implementation_from_before_says(stock, tmp_pat
 
 
 def test_the_note_of_a_family_that_has_no_sdpa(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf.Gemma2PreTrainedModel, "_supports_sdpa", False)  # Transformers 5.17 says it has
+    monkeypatch.setattr(
+        hf.Gemma2PreTrainedModel, "_supports_sdpa", False
+    )  # Transformers 5.17 says it has
     make, inputs = FAMILIES["gemma2"]
     model, inputs = ha.patch_model(make(), ha.ConeConfig()), inputs()
     perturb(model)
@@ -243,7 +285,9 @@ def test_a_file_of_our_own_that_is_no_config(text, tmp_path):
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"]
+)
 def test_a_file_of_our_own_that_is_none(make, tmp_path):
     make(tmp_path / "hyperattn_config.json")
     with pytest.raises(ValueError, match="it is no regular file; allowed: a JSON object"):

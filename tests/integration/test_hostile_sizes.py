@@ -35,7 +35,10 @@ RECORDS = {
     "collaborative": (gpt2, dict(rank=16, steps=3, seed=1)),
     "sparse-lengths": (
         llama,
-        dict(lengths=[6, 12], rules=[[{"rule": "window", "near": 4, "sinks": 1}], [{"rule": "exact"}]]),
+        dict(
+            lengths=[6, 12],
+            rules=[[{"rule": "window", "near": 4, "sinks": 1}], [{"rule": "exact"}]],
+        ),
     ),
     **{
         f"sparse-{rule.name}": (llama, dict(rules=[rule().to_dict()]))
@@ -125,13 +128,17 @@ def variants(name: str, folder: Path, mode: str):
 
 
 def test_all_mechanisms_are_here():
-    of_ours = {name for name, m in MECHANISMS.items() if m.config.__module__.startswith("hf_hyperattn")}
+    of_ours = {
+        name for name, m in MECHANISMS.items() if m.config.__module__.startswith("hf_hyperattn")
+    }
     assert of_ours <= {name.partition("-")[0] for name in RECORDS} | WITHOUT | {"hat", "score"}
     for name in WITHOUT:
         assert not list(integers(MECHANISMS[name].config().to_dict()))
 
 
-@pytest.mark.parametrize("name", [name for name in RECORDS if not name.endswith(("-first", "-previous", "-chunk"))])
+@pytest.mark.parametrize(
+    "name", [name for name in RECORDS if not name.endswith(("-first", "-previous", "-chunk"))]
+)
 def test_every_integer_of_a_record(name, tmp_path):
     for _ in variants(name, tmp_path, "blend"):
         pass
@@ -155,13 +162,17 @@ def test_what_loads_runs_within_bounds(name, tmp_path):
 
 def test_an_override_is_bounded_too(tmp_path):
     host = "model.layers.0.self_attn"
-    config = ha.HyperAttnConfig([ha.HeadFusionConfig()], overrides={host: [ha.HeadFusionConfig(size=2)]})
+    config = ha.HyperAttnConfig(
+        [ha.HeadFusionConfig()], overrides={host: [ha.HeadFusionConfig(size=2)]}
+    )
     model = ha.patch_model(llama(), config)
     model.save_pretrained(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
     data["hyperattn"]["overrides"][host][0]["size"] = 10**8
     (tmp_path / "config.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="HeadFusionConfig.size=100000000 is not allowed; allowed: 1 to 32"):
+    with pytest.raises(
+        ValueError, match="HeadFusionConfig.size=100000000 is not allowed; allowed: 1 to 32"
+    ):
         type(model).from_pretrained(tmp_path)
 
 
@@ -190,7 +201,9 @@ def test_windows_beyond_the_text_are_its_root(windows):
 
 @pytest.mark.parametrize("kind", ["r", "rank_pattern", "mechanism"])
 def test_an_adapter(kind, tmp_path):
-    config = ha.HyperLoraConfig(mechanisms=[ha.HeadFusionConfig(size=4)], r=2, target_modules=["q_proj"])
+    config = ha.HyperLoraConfig(
+        mechanisms=[ha.HeadFusionConfig(size=4)], r=2, target_modules=["q_proj"]
+    )
     get_peft_model(llama(), config).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
     data = json.loads(path.read_text())
@@ -204,7 +217,9 @@ def test_an_adapter(kind, tmp_path):
 
 
 HAT = dict(segment_length=8, max_position_embeddings=32, cls_token_id=2, num_hidden_layers=2)
-HSA = dict(max_position_embeddings=16, num_hidden_layers=1, sibling_size=4, vocab_size=20, hidden_size=16)
+HSA = dict(
+    max_position_embeddings=16, num_hidden_layers=1, sibling_size=4, vocab_size=20, hidden_size=16
+)
 
 
 @pytest.mark.parametrize("name", ["hat", "hsa_encoder"])

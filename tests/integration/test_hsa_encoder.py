@@ -31,8 +31,12 @@ MASK = torch.tensor([[1] * 7, [1, 1, 0, 0, 0, 0, 0]])
 
 
 def config_of(**changes):
-    small = dict(vocab_size=11, image_size=12, hidden_size=16, intermediate_size=24, num_attention_heads=2)
-    small |= dict(max_position_embeddings=8, sibling_size=3, num_labels=3, text_kinds=list(kinds_of(LEVELS)))
+    small = dict(
+        vocab_size=11, image_size=12, hidden_size=16, intermediate_size=24, num_attention_heads=2
+    )
+    small |= dict(
+        max_position_embeddings=8, sibling_size=3, num_labels=3, text_kinds=list(kinds_of(LEVELS))
+    )
     return HsaEncoderConfig(**(small | changes))
 
 
@@ -50,7 +54,9 @@ def text_hierarchy():
 
 
 def batch(**changes):
-    found = dict(input_ids=torch.randint(11, (2, 7)), attention_mask=MASK, hierarchy=text_hierarchy())
+    found = dict(
+        input_ids=torch.randint(11, (2, 7)), attention_mask=MASK, hierarchy=text_hierarchy()
+    )
     return found | dict(pixel_values=torch.randn(2, 1, 12, 12)) | changes
 
 
@@ -151,14 +157,22 @@ def test_what_is_pooled_is_the_mean_of_the_signals_means():
 @pytest.mark.parametrize("attention", ["tree", "flat"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_padded_row_is_the_row_alone(attention, side):
-    model, ids, image = model_of(attention=attention), torch.randint(11, (1, 4)), torch.randn(1, 1, 12, 12)
+    model, ids, image = (
+        model_of(attention=attention),
+        torch.randint(11, (1, 4)),
+        torch.randn(1, 1, 12, 12),
+    )
     groups = torch.tensor([[[0], [0], [1], [1]]])
     ask = (lambda h: {"hierarchy": h}) if attention == "tree" else (lambda h: {})
     alone = model(ids, pixel_values=image, **ask(groups))
     pad = (0, 3) if side == "right" else (3, 0)
-    wide = [torch.nn.functional.pad(t, pad, value=v) for t, v in ((ids, 5), (torch.ones_like(ids), 0))]
+    wide = [
+        torch.nn.functional.pad(t, pad, value=v) for t, v in ((ids, 5), (torch.ones_like(ids), 0))
+    ]
     groups = torch.nn.functional.pad(groups, (0, 0, *pad), value=-1)
-    both_rows = [torch.cat([t, t.flip(1)]) for t in (*wide, groups)]  # the other row has padding at the other end
+    both_rows = [
+        torch.cat([t, t.flip(1)]) for t in (*wide, groups)
+    ]  # the other row has padding at the other end
     padded = model(both_rows[0], both_rows[1], image.expand(2, -1, -1, -1), **ask(both_rows[2]))
     assert (padded.pooler_output[0] - alone.pooler_output[0]).abs().max() < 1e-5
 
@@ -189,26 +203,54 @@ def test_either_signal_alone(attention):
     model, inputs = model_of(attention=attention), batch()
     text = model(inputs["input_ids"], MASK)
     image = model(pixel_values=inputs["pixel_values"], output_hidden_states=True)
-    assert text.last_hidden_state.shape == (2, 7, 16) and image.last_hidden_state.shape == (2, 9, 16)
+    assert text.last_hidden_state.shape == (2, 7, 16) and image.last_hidden_state.shape == (
+        2,
+        9,
+        16,
+    )
     assert (image.pooler_output - image.last_hidden_state.mean(1)).abs().max() < 1e-6
     assert len(image.hidden_states) == 3 and text.hidden_states is None
     assert isinstance(model(inputs["input_ids"], return_dict=False), tuple)
 
 
 ERRORS = [
-    ({}, dict(input_ids=None, pixel_values=None, hierarchy=None), "neither input_ids nor pixel_values"),
+    (
+        {},
+        dict(input_ids=None, pixel_values=None, hierarchy=None),
+        "neither input_ids nor pixel_values",
+    ),
     ({}, dict(input_ids=None, attention_mask=None), "hierarchy was given without input_ids"),
-    ({}, dict(input_ids=None, hierarchy=None), "attention_mask was given without input_ids, .* allowed: None"),
+    (
+        {},
+        dict(input_ids=None, hierarchy=None),
+        "attention_mask was given without input_ids, .* allowed: None",
+    ),
     ({"attention": "flat"}, {}, "attention='flat', which has none"),
-    ({"vocab_size": 0}, dict(hierarchy=None), "input_ids was given to a model made with vocab_size=0"),
+    (
+        {"vocab_size": 0},
+        dict(hierarchy=None),
+        "input_ids was given to a model made with vocab_size=0",
+    ),
     ({"image_size": 0}, {}, "pixel_values was given to a model made with image_size=0"),
-    ({}, dict(pixel_values=torch.zeros(2, 1, 8, 8)), r"pixel_values has shape \(2, 1, 8, 8\); allowed"),
+    (
+        {},
+        dict(pixel_values=torch.zeros(2, 1, 8, 8)),
+        r"pixel_values has shape \(2, 1, 8, 8\); allowed",
+    ),
     ({}, dict(attention_mask=torch.zeros(2, 7)), "a real token in every row"),
     ({}, dict(attention_mask=None), "disagree about which tokens are padding"),
     ({}, dict(hierarchy=ha.Hierarchy.windows(6, (2,))), "hierarchy is over 6 tokens in 1 rows"),
-    ({"max_position_embeddings": 5}, {}, "a text has 7 tokens; allowed: at most max_position_embeddings=5"),
+    (
+        {"max_position_embeddings": 5},
+        {},
+        "a text has 7 tokens; allowed: at most max_position_embeddings=5",
+    ),
     ({"sibling_positions": {"text": 2}}, {}, "which have no sibling embeddings; allowed: 'text'"),
-    ({"sibling_positions": {"text": 1, "signals": 2, "image": 4, "cell": 4, "sentence": 4}}, {}, "at most 1"),
+    (
+        {"sibling_positions": {"text": 1, "signals": 2, "image": 4, "cell": 4, "sentence": 4}},
+        {},
+        "at most 1",
+    ),
 ]
 
 
@@ -223,7 +265,10 @@ def test_calls_that_make_no_sense(settings, call, message):
     "settings, message",
     [
         ({"attention": "trees"}, "attention='trees' is not allowed; allowed: 'tree' or 'flat'"),
-        ({"hidden_size": 15}, "hidden_size=15 is not allowed; allowed: multiples of num_attention_heads=2"),
+        (
+            {"hidden_size": 15},
+            "hidden_size=15 is not allowed; allowed: multiples of num_attention_heads=2",
+        ),
         ({"image_size": 13}, "image_size=13 is not allowed"),
         ({"vocab_size": 0, "image_size": 0}, "vocab_size=0 is not allowed"),
         ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is not allowed; allowed: numbers from 0"),
@@ -257,7 +302,9 @@ def test_saved_and_loaded_by_the_auto_classes(attention, tmp_path):
     expected = model(**inputs).logits
     model.save_pretrained(tmp_path)
     again = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert type(again) is HsaEncoderForSequenceClassification and torch.equal(again(**inputs).logits, expected)
+    assert type(again) is HsaEncoderForSequenceClassification and torch.equal(
+        again(**inputs).logits, expected
+    )
     ignored = {"_name_or_path": None, "dtype": None}
     assert again.config.to_dict() | ignored == model.config.to_dict() | ignored
     body = hf.AutoModel.from_pretrained(tmp_path)
@@ -282,7 +329,10 @@ def test_made_anew_every_parameter_is_set():
 
 
 def test_checkpointing_and_half_precision():
-    model, inputs = model_of(HsaEncoderForSequenceClassification).train(), batch(labels=torch.tensor([0, 2]))
+    model, inputs = (
+        model_of(HsaEncoderForSequenceClassification).train(),
+        batch(labels=torch.tensor([0, 2])),
+    )
     out = model(**inputs)
     assert out.loss == torch.nn.functional.cross_entropy(out.logits, inputs["labels"])
     out.loss.backward()
@@ -293,13 +343,17 @@ def test_checkpointing_and_half_precision():
     parameters = dict(model.named_parameters())
     assert all(torch.allclose(parameters[n].grad, g, atol=1e-7) for n, g in learned.items())
     half = model.to(torch.bfloat16).eval()(**inputs)
-    assert half.logits.dtype == torch.bfloat16 and (half.logits.float() - out.logits).abs().max() < 0.2
+    assert (
+        half.logits.dtype == torch.bfloat16 and (half.logits.float() - out.logits).abs().max() < 0.2
+    )
 
 
 @pytest.mark.parametrize("attention", ["tree", "flat"])
 def test_it_learns_what_neither_signal_tells_alone(attention):
     torch.manual_seed(1)
-    model = HsaEncoderForSequenceClassification(config_of(attention=attention, num_labels=4, hidden_size=32))
+    model = HsaEncoderForSequenceClassification(
+        config_of(attention=attention, num_labels=4, hidden_size=32)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     known = {"hierarchy": ha.Hierarchy.from_ids(torch.tensor([[0, 0, 0, 1, 1, 1, 1]]))}
     for _ in range(80):
@@ -308,7 +362,12 @@ def test_it_learns_what_neither_signal_tells_alone(attention):
         ids[:, 2] = word
         image = torch.randn(32, 1, 12, 12)
         image[:, :, 4:8, 4:8] += (4 * bright - 2)[:, None, None, None]
-        out = model(ids, pixel_values=image, labels=2 * word + bright, **known if attention == "tree" else {})
+        out = model(
+            ids,
+            pixel_values=image,
+            labels=2 * word + bright,
+            **known if attention == "tree" else {},
+        )
         optimizer.zero_grad()
         out.loss.backward()
         optimizer.step()

@@ -9,7 +9,14 @@ import hf_hyperattn as ha
 from hf_hyperattn.engines import dispatch
 from hf_hyperattn.engines.cpu import kernels
 from tests.engines.test_native import needs_compiler
-from tests.integration.models import FAMILIES, difference, llama, run, set_implementation, text_inputs
+from tests.integration.models import (
+    FAMILIES,
+    difference,
+    llama,
+    run,
+    set_implementation,
+    text_inputs,
+)
 from tests.integration.patches import make
 
 PATCHES = {"cone": ha.ConeConfig(), "head_fusion": ha.HeadFusionConfig(), "hsa": ha.HsaConfig()}
@@ -57,7 +64,10 @@ def test_beneath_a_patch(patch, counted):
     set_implementation(model, "sdpa")
     assert difference(run(model, inputs), stock) == 0
     ha.unpatch_model(ha.patch_model(named, patch))
-    assert named.config._attn_implementation == "hyper_dot" and difference(run(named, inputs), exact) == 0
+    assert (
+        named.config._attn_implementation == "hyper_dot"
+        and difference(run(named, inputs), exact) == 0
+    )
 
 
 @needs_compiler

@@ -10,7 +10,13 @@ import peft.helpers
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -29,7 +35,11 @@ MECHANISMS = {
     "head_fusion": ha.HeadFusionConfig(),
     "hsa": ha.HsaConfig(windows=(4, 8)),
 }
-AUTO = {"llama": hf.AutoModelForCausalLM, "gpt2": hf.AutoModelForCausalLM, "bert": hf.AutoModelForMaskedLM}
+AUTO = {
+    "llama": hf.AutoModelForCausalLM,
+    "gpt2": hf.AutoModelForCausalLM,
+    "bert": hf.AutoModelForMaskedLM,
+}
 TASKS = {"llama": "CAUSAL_LM", "gpt2": "CAUSAL_LM", "bert": None}
 
 
@@ -77,7 +87,9 @@ def train(model, family: str = "llama", seed: int = 0):
 
 
 def adapted(model, *names: str, family: str = "llama", **options) -> PeftModel:
-    return train(get_peft_model(model, config(*names, **{"task_type": TASKS[family]} | options)), family)
+    return train(
+        get_peft_model(model, config(*names, **{"task_type": TASKS[family]} | options)), family
+    )
 
 
 def hypers(model) -> list[str]:
@@ -100,18 +112,29 @@ def test_from_a_stock_model_to_the_merged_one(name, family, stock, tmp_path):
     assert torch.equal(said(model, family), trained)
     model.save_pretrained(tmp_path / "adapter")
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert any(f".hyper.lora_hyper.{name}." in n for n in names) and not any("default" in n for n in names)
+    assert any(f".hyper.lora_hyper.{name}." in n for n in names) and not any(
+        "default" in n for n in names
+    )
 
     loaded = PeftModel.from_pretrained(stock(family), tmp_path / "adapter")
-    assert gap(said(loaded, family), trained) <= 1e-6 and not any(p.requires_grad for p in loaded.parameters())
+    assert gap(said(loaded, family), trained) <= 1e-6 and not any(
+        p.requires_grad for p in loaded.parameters()
+    )
     native = stock(family)
     info = native.load_adapter(tmp_path / "adapter")
-    assert not info.missing_keys and not info.unexpected_keys and gap(said(native, family), trained) <= 1e-6
+    assert (
+        not info.missing_keys
+        and not info.unexpected_keys
+        and gap(said(native, family), trained) <= 1e-6
+    )
 
     assert torch.equal(said(loaded.unload(), family), original)
     merged = model.merge_and_unload(safe_merge=True)
     assert gap(said(merged, family), trained) <= 1e-6
-    assert not any("lora" in n for n, _ in merged.named_modules()) and ha.describe(merged)["patched"] == 1
+    assert (
+        not any("lora" in n for n, _ in merged.named_modules())
+        and ha.describe(merged)["patched"] == 1
+    )
     merged.save_pretrained(tmp_path / "merged")
     again = AUTO[family].from_pretrained(tmp_path / "merged")
     assert torch.equal(said(again, family), said(merged, family))
@@ -133,7 +156,9 @@ def test_a_native_adapter_gives_the_stock_model_back(name, family, stock, tmp_pa
     assert gap(said(native, family), said(model, family)) <= 1e-6
     native.delete_adapter("default")
     assert torch.equal(said(native, family), original) and not hypers(native)
-    assert native.config.to_dict() == stock(family).config.to_dict() and type(native) is type(stock(family))
+    assert native.config.to_dict() == stock(family).config.to_dict() and type(native) is type(
+        stock(family)
+    )
 
 
 LOADERS = {
@@ -167,7 +192,9 @@ def words() -> hf.PreTrainedTokenizerFast:
     vocabulary = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(90))]
     made = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     made.pre_tokenizer = WhitespaceSplit()
-    return hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 @pytest.fixture
@@ -179,8 +206,16 @@ def in_a_fresh_process(load: str, model, folders, tmp_path, plugin: bool) -> str
     model.save_pretrained(tmp_path / "adapter")
     words().save_pretrained(folders["llama"])
     torch.save(LESSONS["llama"][1]()["input_ids"], tmp_path / "out.ids")
-    arguments = [str(folders["llama"]), str(tmp_path / "adapter"), str(tmp_path / "out"), "1" if plugin else "", load]
-    ran = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True)
+    arguments = [
+        str(folders["llama"]),
+        str(tmp_path / "adapter"),
+        str(tmp_path / "out"),
+        "1" if plugin else "",
+        load,
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout.splitlines()[-1]
 
@@ -196,7 +231,9 @@ def test_every_loader_patches_the_base_in_a_fresh_process(how, stock, folders, t
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["PeftModel", "AutoPeftModel", "AutoModel"])
 def test_without_the_plugin_every_loader_refuses_by_our_name(how, stock, folders, tmp_path):
-    said = in_a_fresh_process(LOADERS[how], adapted(stock(), "cone"), folders, tmp_path, plugin=False)
+    said = in_a_fresh_process(
+        LOADERS[how], adapted(stock(), "cone"), folders, tmp_path, plugin=False
+    )
     assert said == "KeyError 'HF_HYPERATTN'"
 
 
@@ -237,7 +274,9 @@ def test_kin_of_lora(options, stock, tmp_path):
     if "bias" not in options:  # which no adapter has a place for, and Transformers reports
         assert not info.missing_keys and not info.unexpected_keys
     assert gap(said(native), trained) <= 1e-6
-    if options.get("init_lora_weights") != "pissa" and "bias" not in options:  # these change the base
+    if (
+        options.get("init_lora_weights") != "pissa" and "bias" not in options
+    ):  # these change the base
         with model.disable_adapter():
             assert torch.equal(said(model), said(stock()))
     assert gap(said(model.merge_and_unload()), trained) <= 1e-5
@@ -249,14 +288,26 @@ def test_a_config_is_checked_and_can_be_put_on_several_models(stock):
         torch.manual_seed(0)
         model = get_peft_model(LESSONS["llama"][0](num_hidden_layers=layers), shared)
         assert ha.describe(model)["patched"] == layers // 2
-        assert model.peft_config["default"].hyperattn.hosts[-1] == f"model.layers.{layers - 1}.self_attn"
+        assert (
+            model.peft_config["default"].hyperattn.hosts[-1]
+            == f"model.layers.{layers - 1}.self_attn"
+        )
     for wrong, words in (
-        (lambda: get_peft_model(stock(), ha.HyperLoraConfig()), r"names no mechanism, and LlamaForCausalLM is not"),
+        (
+            lambda: get_peft_model(stock(), ha.HyperLoraConfig()),
+            r"names no mechanism, and LlamaForCausalLM is not",
+        ),
         (lambda: config("cone", layers="middle"), "layers='middle' is not allowed"),
-        (lambda: config("cone", layer_replication=[(0, 2), (1, 2)]), "which makes layers anew that the patch would"),
+        (
+            lambda: config("cone", layer_replication=[(0, 2), (1, 2)]),
+            "which makes layers anew that the patch would",
+        ),
         (lambda: config("cone", hyperattn=ha.HyperAttnConfig()), "give one of both"),
         (lambda: get_peft_model(stock(), config("cone", layers=[7])), "layers names layer 7"),
-        (lambda: get_peft_model(ha.patch_model(stock(), ha.ConeConfig()), config("hype")), "is patched otherwise"),
+        (
+            lambda: get_peft_model(ha.patch_model(stock(), ha.ConeConfig()), config("hype")),
+            "is patched otherwise",
+        ),
     ):
         with pytest.raises(ValueError, match=f"(?m)^[^\n]*{words}[^\n]*$"):
             wrong()
@@ -277,7 +328,9 @@ def test_an_adapter_without_its_tensors_is_refused(stock, tmp_path):
     tensors.pop("base_model.model.model.layers.1.self_attn.hyper.lora_hyper.cone.gate")
     save_file(tensors, file)
     for load in (PeftModel.from_pretrained, lambda model, folder: model.load_adapter(folder)):
-        with pytest.raises(ValueError, match=r"^the added parameter [^\n]*layers.1.self_attn.hyper[^\n]*gate"):
+        with pytest.raises(
+            ValueError, match=r"^the added parameter [^\n]*layers.1.self_attn.hyper[^\n]*gate"
+        ):
             load(stock(), tmp_path)
 
 
@@ -295,12 +348,20 @@ def test_on_a_patched_base_the_adapter_starts_from_what_is_there(stock, tmp_path
     with model.disable_adapter():
         assert torch.equal(said(model), patched)
     with torch.no_grad():
-        rows = model(LESSONS["llama"][1]()["input_ids"], adapter_names=["__base__", "default"] * 2).logits
+        rows = model(
+            LESSONS["llama"][1]()["input_ids"], adapter_names=["__base__", "default"] * 2
+        ).logits
     for row, alone in enumerate((patched, trained) * 2):
         assert gap(rows[row], alone[row]) <= 1e-5
     model.save_pretrained(tmp_path)
     assert gap(said(PeftModel.from_pretrained(stock(), tmp_path)), trained) <= 1e-6
-    assert gap(said(PeftModel.from_pretrained(ha.patch_model(stock(), ha.ConeConfig()), tmp_path)), trained) <= 1e-6
+    assert (
+        gap(
+            said(PeftModel.from_pretrained(ha.patch_model(stock(), ha.ConeConfig()), tmp_path)),
+            trained,
+        )
+        <= 1e-6
+    )
     unloaded = model.unload()
     assert torch.equal(said(unloaded), patched) and ha.describe(unloaded)["patched"] == 2
     with pytest.raises(ValueError, match="is patched otherwise than this adapter asks for"):
@@ -326,14 +387,20 @@ def several(stock):
     """A model with adapters of several mechanisms, one named like the mechanism of another, and what each says."""
     model = adapted(stock(), "cone", layers=[0, 1])
     answers = {"default": said(model), "__base__": said(stock())}
-    for name, mechanism, layer, r in (("cone", "hype", 0, 4), ("alone", "cone", 1, 0), ("tree", "hsa", 1, 2)):
+    for name, mechanism, layer, r in (
+        ("cone", "hype", 0, 4),
+        ("alone", "cone", 1, 0),
+        ("tree", "hsa", 1, 2),
+    ):
         model.add_adapter(name, config(mechanism, layers=[layer], r=r))
         model.set_adapter(name)
         answers[name] = said(train(model, seed=len(answers)))
     return model, answers
 
 
-def test_adapters_with_different_mechanisms_are_switched_saved_and_deleted(several, stock, tmp_path):
+def test_adapters_with_different_mechanisms_are_switched_saved_and_deleted(
+    several, stock, tmp_path
+):
     model, answers = several
     assert len({round(a.abs().sum().item(), 3) for a in answers.values()}) == len(answers)
     for name in ("default", "tree", "cone", "alone", "default"):
@@ -364,7 +431,9 @@ def test_adapters_with_different_mechanisms_are_switched_saved_and_deleted(sever
 
 @native_or_not
 @pytest.mark.parametrize("names", [("first", "b"), ("v10", "v1")], ids=" ".join)
-def test_an_adapter_is_loaded_beside_one_whose_parameters_names_hold_its_own(names, native, several, stock, tmp_path):
+def test_an_adapter_is_loaded_beside_one_whose_parameters_names_hold_its_own(
+    names, native, several, stock, tmp_path
+):
     """PEFT takes what is missing for an adapter's own where its name is a part of that: "b" of "base_model"."""
     model, answers = several
     model.save_pretrained(tmp_path)
@@ -403,13 +472,19 @@ def test_a_config_that_was_changed_later_is_saved_as_what_runs(stock, tmp_path, 
         caplog.clear()
         model.save_pretrained(tmp_path / "after")
         (record,) = caplog.records
-        assert record.getMessage().startswith("peft_config['default'].hyperattn is not what the model")
+        assert record.getMessage().startswith(
+            "peft_config['default'].hyperattn is not what the model"
+        )
         for name in ("adapter_config.json", "hyperattn_config.json"):
-            assert (tmp_path / "after" / name).read_text() == (tmp_path / "before" / name).read_text()
+            assert (tmp_path / "after" / name).read_text() == (
+                tmp_path / "before" / name
+            ).read_text()
 
 
 @native_adapters
-def test_the_config_of_a_native_adapter_that_was_changed_later_is_saved_as_what_runs(stock, tmp_path, caplog):
+def test_the_config_of_a_native_adapter_that_was_changed_later_is_saved_as_what_runs(
+    stock, tmp_path, caplog
+):
     model, native = adapted(stock(), "cone"), stock()
     model.save_pretrained(tmp_path / "before")
     native.load_adapter(tmp_path / "before")
@@ -422,15 +497,21 @@ def test_the_config_of_a_native_adapter_that_was_changed_later_is_saved_as_what_
 
 def test_a_state_dict_of_another_patch_is_warned_of(stock, caplog):
     tensors = adapted(stock(), "cone").state_dict()
-    same, other = (get_peft_model(stock(), config(mechanisms=[ha.ConeConfig(gamma=g)])) for g in (1.0, 3.0))
+    same, other = (
+        get_peft_model(stock(), config(mechanisms=[ha.ConeConfig(gamma=g)])) for g in (1.0, 3.0)
+    )
     same.load_state_dict(tensors)
     assert not caplog.records
     other.load_state_dict(tensors)
     (record,) = caplog.records
-    assert record.getMessage().startswith("adapter 'default' of LlamaForCausalLM took the parameters of one with")
+    assert record.getMessage().startswith(
+        "adapter 'default' of LlamaForCausalLM took the parameters of one with"
+    )
 
 
-@pytest.mark.parametrize("make", [ha.lora_config, lambda model: LoraConfig(modules_to_save=["hyper"], r=2)])
+@pytest.mark.parametrize(
+    "make", [ha.lora_config, lambda model: LoraConfig(modules_to_save=["hyper"], r=2)]
+)
 def test_a_state_dict_of_another_patched_base_is_warned_of(make, stock, caplog):
     models = [ha.patch_model(stock(), ha.ConeConfig(gamma=gamma)) for gamma in (1.0, 3.0)]
     one, other = (get_peft_model(model, make(model)) for model in models)
@@ -448,7 +529,9 @@ def test_tensors_for_an_adapter_that_lack_what_it_added_are_warned_of(native, st
     tensors = get_peft_model_state_dict(model)
     set_peft_model_state_dict(model, tensors)
     assert not caplog.records
-    set_peft_model_state_dict(model, {name: t for name, t in tensors.items() if "hyper" not in name})
+    set_peft_model_state_dict(
+        model, {name: t for name, t in tensors.items() if "hyper" not in name}
+    )
     (record,) = caplog.records
     assert record.getMessage().startswith("the tensors for adapter 'default' lack ")
 
@@ -481,7 +564,9 @@ def test_rows_of_a_batch_have_adapters_of_their_own(several):
     for row, name in enumerate(names):
         assert gap(found[row], answers[name][row]) <= 1e-5, name
     assert torch.equal(said(model), answers["tree"])  # no hook stays
-    beams = dict(input_ids=ids[:2, :8], max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0)
+    beams = dict(
+        input_ids=ids[:2, :8], max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0
+    )
     alone = {}
     for name in ("default", "cone"):
         model.set_adapter(name)
@@ -490,7 +575,10 @@ def test_rows_of_a_batch_have_adapters_of_their_own(several):
     assert torch.equal(mixed[0], alone["default"][0]) and torch.equal(mixed[1], alone["cone"][1])
     for wrong, words in (
         (dict(adapter_names=["nobody"] * 4), "non-existing adapter"),
-        (dict(adapter_names=["alone"] * 4, output_attentions=True), "got 4 names, and attention weights"),
+        (
+            dict(adapter_names=["alone"] * 4, output_attentions=True),
+            "got 4 names, and attention weights",
+        ),
         (dict(adapter_names=["alone"] * 3), "adapter_names"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -528,7 +616,9 @@ def test_rows_whose_adapters_need_more_than_the_active_one_and_a_call_that_fails
 
 
 def test_scaling_an_adapter_for_a_while_is_refused(stock):
-    with pytest.raises(ValueError, match=r"^rescale_adapter_scale does not reach [^\n]*layers.0.self_attn.hyper"):
+    with pytest.raises(
+        ValueError, match=r"^rescale_adapter_scale does not reach [^\n]*layers.0.self_attn.hyper"
+    ):
         with peft.helpers.rescale_adapter_scale(get_peft_model(stock(), config("cone")), 0.5):
             pass
 
@@ -546,7 +636,9 @@ def test_pissa_is_converted_to_lora_with_what_the_patch_added(kind, stock, tmp_p
         for parameter in filter(attrgetter("requires_grad"), model.parameters()):
             parameter += 0.1
     trained = said(model)
-    model.save_pretrained(tmp_path / "lora", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    model.save_pretrained(
+        tmp_path / "lora", path_initial_model_for_weight_conversion=str(tmp_path / "start")
+    )
     assert torch.equal(said(model), trained)
     assert gap(said(PeftModel.from_pretrained(base(), tmp_path / "lora")), trained) <= 1e-5
 
@@ -562,7 +654,9 @@ def test_a_weighted_sum_of_adapters(r, stock, tmp_path):
     found = dict(model.named_parameters())
     for name, parameter in found.items():
         if ".lora_hyper.sum." in name:  # cone's parameters start at zero
-            one, two = (found[name.replace(".sum.", f".{other}.")] for other in ("default", "other"))
+            one, two = (
+                found[name.replace(".sum.", f".{other}.")] for other in ("default", "other")
+            )
             assert gap(parameter, 0.5 * one - 2.0 * two) <= 1e-6 and parameter.abs().sum() > 0
     model.add_weighted_adapter(["default"], [1.0], "same", combination_type="linear")
     model.set_adapter("default")
@@ -572,7 +666,9 @@ def test_a_weighted_sum_of_adapters(r, stock, tmp_path):
     model.save_pretrained(tmp_path)
     assert gap(said(PeftModel.from_pretrained(stock(), tmp_path / "same")), said(model)) <= 1e-6
     for names, how in ((["default", "hype"], "cat"), (["default", "other"], "ties")):
-        with pytest.raises(ValueError, match=r"^add_weighted_adapter got the adapters [^\n]*allowed: adapters"):
+        with pytest.raises(
+            ValueError, match=r"^add_weighted_adapter got the adapters [^\n]*allowed: adapters"
+        ):
             model.add_weighted_adapter(names, [1.0, 1.0], "wrong", combination_type=how)
     assert "wrong" not in model.peft_config
 
@@ -601,7 +697,9 @@ def test_hotswap(stock, tmp_path):
 
 def test_merging_and_unmerging(several, stock):
     model, answers = several
-    with pytest.raises(ValueError, match=r"^merge_adapter\(\['default'\]\) would leave the patch of \['tree'\]"):
+    with pytest.raises(
+        ValueError, match=r"^merge_adapter\(\['default'\]\) would leave the patch of \['tree'\]"
+    ):
         model.merge_adapter(adapter_names=["default"])
     model.set_adapter("default")
     model.merge_adapter()
@@ -635,11 +733,19 @@ def test_the_trainer_logs_gates_and_decays_none(stock, tmp_path):
     assert not any("hyper" in name for name in trainer.get_decay_parameter_names(model))
     trainer.add_callback(ha.LogGates(trainer))
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if any(key.startswith("gates/") for key in entry)]
+    logged = [
+        entry
+        for entry in trainer.state.log_history
+        if any(key.startswith("gates/") for key in entry)
+    ]
     assert len(logged) == 2
-    gate = model.get_parameter("base_model.model.model.layers.1.self_attn.hyper.lora_hyper.default.cone.gate")
+    gate = model.get_parameter(
+        "base_model.model.model.layers.1.self_attn.hyper.lora_hyper.default.cone.gate"
+    )
     last = {key: value for key, value in logged[-1].items() if key.startswith("gates/")}
-    assert last == {f"gates/model.layers.1.self_attn/cone/head_{h}": gate[h].item() for h in range(4)}
+    assert last == {
+        f"gates/model.layers.1.self_attn/cone/head_{h}": gate[h].item() for h in range(4)
+    }
     assert logged[0] != logged[1] and gate.abs().min() > 0
 
 
@@ -682,7 +788,9 @@ def test_trl_trains_saves_and_loads_it(kind, folders, tokenizer, tmp_path):
     options = dict(num_labels=1) if kind == "Reward" else {}
     torch.manual_seed(0)
     model = load.from_pretrained(folders["llama"], pad_token_id=0, **options)
-    adapter = config("cone", "head_fusion", task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM")
+    adapter = config(
+        "cone", "head_fusion", task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
+    )
     trainer = getattr(trl, f"{kind}Trainer")(
         model,
         args=getattr(trl, f"{kind}Config")(str(tmp_path), **TRAINING),
@@ -692,7 +800,11 @@ def test_trl_trains_saves_and_loads_it(kind, folders, tokenizer, tmp_path):
     )
     assert isinstance(trainer.model.peft_config["default"], ha.HyperLoraConfig)
     trainer.train()
-    gates = [p for n, p in trainer.model.named_parameters() if n.endswith("hyper.lora_hyper.default.cone.gate")]
+    gates = [
+        p
+        for n, p in trainer.model.named_parameters()
+        if n.endswith("hyper.lora_hyper.default.cone.gate")
+    ]
     assert len(gates) == 2 and all(gate.any() for gate in gates)
     trainer.save_model(str(tmp_path / "adapter"))
     trained = said(trainer.model)
@@ -716,7 +828,10 @@ def test_sentence_transformers_trains_saves_and_loads_it(folders, tokenizer, tmp
     before = model.encode(sentences)
     model.add_adapter(config("cone", "head_fusion", task_type="FEATURE_EXTRACTION"))
     assert abs(model.encode(sentences) - before).max() <= 1e-6
-    rows = [{"anchor": "w7 w8", "positive": "w9 w10"}, {"anchor": "w11 w12", "positive": "w13 w14"}] * 2
+    rows = [
+        {"anchor": "w7 w8", "positive": "w9 w10"},
+        {"anchor": "w11 w12", "positive": "w13 w14"},
+    ] * 2
     options = {name: value for name, value in TRAINING.items() if name != "gradient_checkpointing"}
     trainer = st.SentenceTransformerTrainer(
         model,
@@ -733,5 +848,7 @@ def test_sentence_transformers_trains_saves_and_loads_it(folders, tokenizer, tmp
 
 
 def test_targets_without_a_rank_are_refused():
-    with pytest.raises(ValueError, match="target_modules says nothing with r=0; leave it out, or give r"):
+    with pytest.raises(
+        ValueError, match="target_modules says nothing with r=0; leave it out, or give r"
+    ):
         ha.HyperLoraConfig(r=0, target_modules=["q_proj"])

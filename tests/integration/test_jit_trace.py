@@ -23,7 +23,9 @@ def patched(config):
 
 MODELS = {
     "hsa": lambda: patched(ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1)),
-    "head_fusion": lambda: patched(ha.HeadFusionConfig()),  # leaves grouped queries to torch's own kernels
+    "head_fusion": lambda: patched(
+        ha.HeadFusionConfig()
+    ),  # leaves grouped queries to torch's own kernels
     "trilinear": lambda: patched(ha.TrilinearConfig(windows=(4, 3))),
     "hat": hat,
 }
@@ -31,7 +33,9 @@ MODELS = {
 
 def inputs(length: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and mask [2, length], the first row padded at its left."""
-    ids = torch.randint(3, TEXT["vocab_size"], (2, length), generator=torch.Generator().manual_seed(length))
+    ids = torch.randint(
+        3, TEXT["vocab_size"], (2, length), generator=torch.Generator().manual_seed(length)
+    )
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     return ids, mask
@@ -66,7 +70,11 @@ def tied(q, k, v):
 
 
 FUNCTIONS = {  # name -> function, number of queries, and of keys in the trace and in a later call
-    "cone": (lambda q, k, v: cone_attention(q, k, v, enable_gqa=True), 1, (40, 70)),  # as a generated token
+    "cone": (
+        lambda q, k, v: cone_attention(q, k, v, enable_gqa=True),
+        1,
+        (40, 70),
+    ),  # as a generated token
     "hyperbolic": (lambda q, k, v: hyperbolic_attention(q, k, v, enable_gqa=True), 6, (20, 33)),
     "hsa": (tied, 20, (20, 20)),
 }
@@ -76,6 +84,8 @@ FUNCTIONS = {  # name -> function, number of queries, and of keys in the trace a
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_traced_function_serves_other_calls(name):
     function, queries, lengths = FUNCTIONS[name]
-    given = [qkv(1, 4, 2, queries, n, dtype=torch.float32, seed=n + i) for i, n in enumerate(lengths)]
+    given = [
+        qkv(1, 4, 2, queries, n, dtype=torch.float32, seed=n + i) for i, n in enumerate(lengths)
+    ]
     traced = torch.jit.trace(function, given[0], check_trace=False)
     torch.testing.assert_close(traced(*given[1]), function(*given[1]), rtol=0, atol=1e-6)

@@ -29,7 +29,9 @@ def repository(tmp_path_factory):
 def load(folder: Path, name: str = "a_kernel"):
     """Import a build as the `kernels` package does: its `__init__.py`, under a name that nothing else has."""
     place = folder / "build" / "torch-cpu"
-    spec = importlib.util.spec_from_file_location(name, place / "__init__.py", submodule_search_locations=[str(place)])
+    spec = importlib.util.spec_from_file_location(
+        name, place / "__init__.py", submodule_search_locations=[str(place)]
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -55,7 +57,10 @@ def test_the_layout(repository):
         assert metadata["backend"] == {"type": folder.removeprefix("torch-")}
         assert metadata["python-depends"] == [] and re.fullmatch(r"\w+", metadata["id"])
     code = [path.read_text() for path in (repository / "build" / "torch-cpu").glob("*.py")]
-    assert not any(re.search(r"^\s*(import|from) (hf_hyperattn|model_patches|hub_cards)", text, re.M) for text in code)
+    assert not any(
+        re.search(r"^\s*(import|from) (hf_hyperattn|model_patches|hub_cards)", text, re.M)
+        for text in code
+    )
     assert all(f"`{name}`" in (repository / "README.md").read_text() for name in NAMES)
 
 
@@ -93,15 +98,21 @@ def test_the_name_may_be_left_out_where_there_is_one(repository, hub, tmp_path):
             out[name] = llama(attn_implementation="eager")
             out[name].set_attn_implementation(name)
             out[name] = out[name](**inputs).logits[1]
-        assert (out["cone"] - out["org/one"]).abs().max() <= 1e-6 and torch.equal(out["org/one"], out["org/one:cone"])
+        assert (out["cone"] - out["org/one"]).abs().max() <= 1e-6 and torch.equal(
+            out["org/one"], out["org/one:cone"]
+        )
         for wrong in ("org/repo", "org/repo:mkl"):
             model = llama()
             model.set_attn_implementation(wrong)
-            with pytest.raises(ValueError, match=r"org/repo has no attention '(mkl)?'; allowed: org/repo:\{cone, "):
+            with pytest.raises(
+                ValueError, match=r"org/repo has no attention '(mkl)?'; allowed: org/repo:\{cone, "
+            ):
                 model(**inputs)
 
 
-@pytest.mark.parametrize("names, said", [("mkl", "no attention is called 'mkl'"), ("cone,", "''"), ("", "''")])
+@pytest.mark.parametrize(
+    "names, said", [("mkl", "no attention is called 'mkl'"), ("cone,", "''"), ("", "''")]
+)
 def test_names_that_are_none_are_refused(names, said, tmp_path, capsys):
     assert main(["export", names, str(tmp_path / "out"), "--kernel"]) == 2
     err = capsys.readouterr().err
@@ -128,7 +139,14 @@ torch.save(model(torch.arange(5, 25)[None]).logits.detach(), out)
 def test_it_needs_nothing_of_ours(repository, tmp_path):
     llama().save_pretrained(tmp_path / "model")
     place = repository / "build" / "torch-cpu"
-    line = [sys.executable, "-c", WITHOUT, str(place), str(tmp_path / "model"), str(tmp_path / "out.pt")]
+    line = [
+        sys.executable,
+        "-c",
+        WITHOUT,
+        str(place),
+        str(tmp_path / "model"),
+        str(tmp_path / "out.pt"),
+    ]
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="cone")

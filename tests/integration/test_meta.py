@@ -31,7 +31,13 @@ PATCHES = {
     "trilinear": (llama, ha.TrilinearConfig()),
     "windowed": (llama, ha.TrilinearConfig(windows=(4, 2))),
     "bidaf": (llama, ha.TrilinearConfig(form="bidaf", windows=None)),
-    "together": (llama, ha.ConeConfig(), ha.HypeConfig(), ha.TalkingHeadsConfig(), ha.HeadFusionConfig()),
+    "together": (
+        llama,
+        ha.ConeConfig(),
+        ha.HypeConfig(),
+        ha.TalkingHeadsConfig(),
+        ha.HeadFusionConfig(),
+    ),
 }
 
 
@@ -99,7 +105,9 @@ def test_memory_estimators_build_from_the_config_of_a_patched_model():
 def test_hat():
     """On the meta device masks are refused by Transformers itself, for stock models with SDPA too."""
     with FakeTensorMode():
-        model = ha.HatModel(ha.HatEncoderConfig(vocab_size=99, hidden_size=32, num_attention_heads=4))
+        model = ha.HatModel(
+            ha.HatEncoderConfig(vocab_size=99, hidden_size=32, num_attention_heads=4)
+        )
         assert call(model, "cpu", True) == (2, LENGTH, 32)
 
 
@@ -163,14 +171,26 @@ def test_flops_of_attention_are_counted(name):
             perturb(model)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(input_ids=torch.zeros(1, n, dtype=torch.long, device=device))
-        linear = 2 * n * sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
-        linear -= 2 * n * sum(p.numel() for n, p in model.named_parameters() if ".hyper." in n and p.dim() == 2)
+        linear = (
+            2
+            * n
+            * sum(
+                p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n
+            )
+        )
+        linear -= (
+            2
+            * n
+            * sum(p.numel() for n, p in model.named_parameters() if ".hyper." in n and p.dim() == 2)
+        )
         counts[device] = counter.get_total_flops() - linear
         assert 0.9 * products <= counts[device] <= 1.6 * products, (device, counts, products)
 
 
 @pytest.mark.parametrize(
-    "config", [ha.HsaConfig((8, 32), near=8), ha.HsaConfig((8, 32), "both")], ids=lambda config: config.tying or "key"
+    "config",
+    [ha.HsaConfig((8, 32), near=8), ha.HsaConfig((8, 32), "both")],
+    ids=lambda config: config.tying or "key",
 )
 def test_flops_of_tied_attention_are_counted(config):
     """Without values as with them, forward and backward: of key tying the pairs that are computed, by kernel or not."""
@@ -183,7 +203,9 @@ def test_flops_of_tied_attention_are_counted(config):
                 model = ha.patch_model(model, config, mode="replace") if tied else model
                 None if tied else model.set_attn_implementation("eager")
             with FlopCounterMode(display=False) as counter:
-                model(input_ids=torch.zeros(1, n, dtype=torch.long, device=device))[0].sum().backward()
+                model(input_ids=torch.zeros(1, n, dtype=torch.long, device=device))[
+                    0
+                ].sum().backward()
             counts[device, tied] = counter.get_total_flops()
     assert counts["meta", False] == counts["cpu", False]
     saved = [counts[device, False] - counts[device, True] for device in ("meta", "cpu")]
@@ -193,7 +215,9 @@ def test_flops_of_tied_attention_are_counted(config):
 
 
 def test_flops_of_tied_attention_are_counted_from_a_cache_too():
-    model = ha.patch_model(llama(num_hidden_layers=1), ha.HsaConfig((8, 32), near=8), mode="replace")
+    model = ha.patch_model(
+        llama(num_hidden_layers=1), ha.HsaConfig((8, 32), near=8), mode="replace"
+    )
     ids = torch.zeros(1, 96, dtype=torch.long)
     counts = []
     for cache in (None, ha.HierarchicalCache()):
@@ -209,7 +233,9 @@ def test_flops_of_three_way_attention_are_counted(is_causal, reach):
     options = dict(is_causal=is_causal, windows=(5, 3), backend="blockwise")
     with FlopCounterMode(display=False) as counter:
         ha.functional.trilinear_attention(q, k, v, k2, v2, **options).sum().backward()
-    assert counter.get_total_flops() == 7 * 2 * 2 * 4 * 16 * reach * 8  # products · 2 · batch · heads · N · pairs · d
+    assert (
+        counter.get_total_flops() == 7 * 2 * 2 * 4 * 16 * reach * 8
+    )  # products · 2 · batch · heads · N · pairs · d
 
 
 def test_the_gradients_of_each_row_by_torch_func():
@@ -219,7 +245,11 @@ def test_the_gradients_of_each_row_by_torch_func():
     added = {n: p.detach() for n, p in model.named_parameters() if ".hyper." in n}
 
     def loss(parameters, row):
-        return functional_call(model, parameters, (row[None],), {"use_cache": False}).logits.square().mean()
+        return (
+            functional_call(model, parameters, (row[None],), {"use_cache": False})
+            .logits.square()
+            .mean()
+        )
 
     rows = vmap(grad(loss), in_dims=(None, 0))(added, ids)
     for row in range(len(ids)):
@@ -229,7 +259,9 @@ def test_the_gradients_of_each_row_by_torch_func():
 
 
 @pytest.mark.parametrize("mode", ["replace", "blend"])
-@pytest.mark.parametrize("name", ["cone", "hyperbolic", "hype", "hsa", "talking_heads", "conditional", "windowed"])
+@pytest.mark.parametrize(
+    "name", ["cone", "hyperbolic", "hype", "hsa", "talking_heads", "conditional", "windowed"]
+)
 def test_the_gradients_of_long_rows_by_torch_func(name, mode):
     """Kernels would serve such rows, and know no transforms."""
     make, config = PATCHES[name]
@@ -239,7 +271,11 @@ def test_the_gradients_of_long_rows_by_torch_func(name, mode):
     parameters = {n: p.detach() for n, p in model.named_parameters()}
 
     def loss(parameters, row):
-        return functional_call(model, parameters, (row[None],), {"use_cache": False}).logits.square().mean()
+        return (
+            functional_call(model, parameters, (row[None],), {"use_cache": False})
+            .logits.square()
+            .mean()
+        )
 
     rows = vmap(grad(loss), in_dims=(None, 0))(parameters, ids)
     for row in range(len(ids)):

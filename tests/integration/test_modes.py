@@ -9,7 +9,15 @@ import transformers as hf
 from accelerate import init_empty_weights
 
 import hf_hyperattn as ha
-from tests.integration.models import State, bert, llama, perturb, run, skip_without_native_adapters, text_inputs
+from tests.integration.models import (
+    State,
+    bert,
+    llama,
+    perturb,
+    run,
+    skip_without_native_adapters,
+    text_inputs,
+)
 from tests.integration.test_meta import PATCHES
 
 
@@ -47,7 +55,9 @@ def gradients(model) -> dict:
 
 def adapted(model, **options):
     options = {"r": 4, "init_lora_weights": False} | options
-    return peft.get_peft_model(model, ha.HyperLoraConfig(mechanisms=[ha.MklConfig(), ha.HypeConfig()], **options))
+    return peft.get_peft_model(
+        model, ha.HyperLoraConfig(mechanisms=[ha.MklConfig(), ha.HypeConfig()], **options)
+    )
 
 
 def with_adapter():
@@ -63,7 +73,8 @@ def added_natively(model):
 #: What is built, by name: the model, and what is made of it.
 MODELS = {name: make for name, (make, *_) in PATCHES.items()}
 BUILDS = {
-    name: lambda model, configs=configs: ha.patch_model(model, *configs) for name, (_, *configs) in PATCHES.items()
+    name: lambda model, configs=configs: ha.patch_model(model, *configs)
+    for name, (_, *configs) in PATCHES.items()
 }
 FURTHER = {
     "sparse": (llama, lambda model: ha.patch_model(model, ha.SparseConfig())),
@@ -115,7 +126,9 @@ def test_a_model_is_unpatched_and_patched_again(mode):
         ha.unpatch_model(model)
         assert not State(model).differences(before)
         ha.patch_model(model, ha.MklConfig())
-    assert all(p.grad is not None for n, p in model.named_parameters() if gradients(model)[n] is not None)
+    assert all(
+        p.grad is not None for n, p in model.named_parameters() if gradients(model)[n] is not None
+    )
     assert not any(p.is_inference() or p.is_meta for p in model.parameters())
 
 

@@ -28,7 +28,9 @@ def test_another_implementation_runs_beneath_and_the_mechanism_stays(family, tmp
     assert difference(run(model, inputs), run(again, inputs)) == 0
     again.set_attn_implementation("hf_hyperattn")  # it runs already
     assert difference(run(model, inputs), run(again, inputs)) == 0
-    assert {m.config._attn_implementation for _, m in find_hosts(ha.unpatch_model(again))} == {"eager"}
+    assert {m.config._attn_implementation for _, m in find_hosts(ha.unpatch_model(again))} == {
+        "eager"
+    }
 
 
 @pytest.mark.parametrize("name", ["cone", "flex_attention", "flash_attention_2", "nonsense"])
@@ -70,7 +72,9 @@ def test_a_name_written_into_the_config_runs_beneath_too(family, tmp_path):
     """As Transformers itself writes it: Whisper for timestamps per token, the attention visualizer."""
     model, inputs, expected = patched(family)
     model.config._attn_implementation = "eager"
-    assert {c.hyperattn_stock for c in tree(model.config) if hasattr(c, "hyperattn_stock")} == {"eager"}
+    assert {c.hyperattn_stock for c in tree(model.config) if hasattr(c, "hyperattn_stock")} == {
+        "eager"
+    }
     assert 0 < difference(run(ha.unpatch_model(copy.deepcopy(model)), inputs), expected)
     assert difference(run(model, inputs), expected) <= 1e-5
     names = [c._attn_implementation for c in tree(model.config)]
@@ -78,7 +82,9 @@ def test_a_name_written_into_the_config_runs_beneath_too(family, tmp_path):
         model.config._attn_implementation = "cone"
     assert [c._attn_implementation for c in tree(model.config)] == names
     model.save_pretrained(tmp_path)
-    assert difference(run(model, inputs), run(type(model).from_pretrained(tmp_path), inputs)) <= 1e-5
+    assert (
+        difference(run(model, inputs), run(type(model).from_pretrained(tmp_path), inputs)) <= 1e-5
+    )
 
 
 def test_timestamps_of_a_patched_whisper_hear_the_mechanism(monkeypatch):
@@ -101,7 +107,9 @@ def attentions(model, inputs) -> dict:
     return {k: v for k, v in output.items() if k.endswith("attentions") and v is not None}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "bart", "t5", "whisper", "falcon", "bloom", "mpt", "mpnet"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_oss", "bart", "t5", "whisper", "falcon", "bloom", "mpt", "mpnet"]
+)
 def test_there_is_one_entry_for_every_layer(family):
     """Equal to those of the stock model under "eager" where the gates are 0, with and without gradients."""
     model, inputs = make(family)
@@ -115,10 +123,17 @@ def test_there_is_one_entry_for_every_layer(family):
         with torch.set_grad_enabled(grad):
             found = attentions(model, inputs)
         assert {k: len(v) for k, v in found.items()} == {k: len(v) for k, v in expected.items()}
-        assert all((a - b).abs().max() <= 1e-6 for k in found for a, b in zip(found[k], expected[k], strict=True))
+        assert all(
+            (a - b).abs().max() <= 1e-6
+            for k in found
+            for a, b in zip(found[k], expected[k], strict=True)
+        )
     perturb(model)
     found = attentions(model, inputs)
-    moved = [[(a - b).abs().max() > 1e-5 for a, b in zip(found[k], expected[k], strict=True)] for k in found]
+    moved = [
+        [(a - b).abs().max() > 1e-5 for a, b in zip(found[k], expected[k], strict=True)]
+        for k in found
+    ]
     assert any(layers[1] for layers in moved)
     first = next(k for k in found if k in ("attentions", "encoder_attentions"))
     assert torch.allclose(found[first][0], expected[first][0], atol=1e-6)
@@ -127,7 +142,9 @@ def test_there_is_one_entry_for_every_layer(family):
 def test_generating_returns_them_for_every_layer_and_step():
     model, inputs, _ = patched("bart", layers=[1])
     given = {k: inputs[k] for k in ("input_ids", "attention_mask")}
-    asked = dict(max_new_tokens=2, do_sample=False, output_attentions=True, return_dict_in_generate=True)
+    asked = dict(
+        max_new_tokens=2, do_sample=False, output_attentions=True, return_dict_in_generate=True
+    )
     found = model.generate(**given, **asked)
     assert len(found.encoder_attentions) == 2
     assert [len(step) for step in (*found.decoder_attentions, *found.cross_attentions)] == [2] * 4
@@ -146,7 +163,9 @@ def test_a_config_may_ask_for_them_for_good(name, tmp_path):
     with torch.no_grad():
         assert len(again(**inputs).attentions) == 4
     again.config.output_attentions = False
-    with pytest.raises(Exception, match="Please set it to 'eager'"):  # what Transformers asks of its own names stays
+    with pytest.raises(
+        Exception, match="Please set it to 'eager'"
+    ):  # what Transformers asks of its own names stays
         hf.LlamaConfig(attn_implementation="sdpa", output_attentions=True)
 
 
@@ -165,7 +184,11 @@ def test_a_name_is_part_of_the_checkpoint(family, tmp_path):
     again.save_pretrained(tmp_path / "3")
     config = hf.AutoConfig.from_pretrained(tmp_path / "3")
     config.save_pretrained(tmp_path / "4")
-    for other in (config, hf.AutoConfig.from_pretrained(tmp_path / "4"), type(config)(**config.to_dict())):
+    for other in (
+        config,
+        hf.AutoConfig.from_pretrained(tmp_path / "4"),
+        type(config)(**config.to_dict()),
+    ):
         assert hf.AutoModel.from_config(copy.deepcopy(other)).config._attn_implementation == "cone"
 
 
@@ -221,7 +244,9 @@ def test_parameters_by_name_without_their_name_are_told_of(tmp_path, caplog):
     model.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.3)]).to_dict()
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         model.save_pretrained(tmp_path)
-        assert "LlamaForCausalLM holds parameters of 'cone', and the model runs 'sdpa'" in caplog.text
+        assert (
+            "LlamaForCausalLM holds parameters of 'cone', and the model runs 'sdpa'" in caplog.text
+        )
         caplog.clear()
         hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="cone")
         assert not caplog.text
@@ -329,4 +354,6 @@ def test_a_loss_has_a_gradient_by_every_layer_s_attentions(config):
     output = model(**inputs, output_attentions=True)
     assert (output[0] - model(**inputs)[0]).abs().max() <= 1e-5
     gradients = torch.autograd.grad(output[0].square().sum(), output.attentions)
-    assert len(gradients) == len(model.config.hyperattn["hosts"]) and all(g.abs().max() > 0 for g in gradients)
+    assert len(gradients) == len(model.config.hyperattn["hosts"]) and all(
+        g.abs().max() > 0 for g in gradients
+    )

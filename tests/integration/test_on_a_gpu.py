@@ -28,8 +28,12 @@ HALF = 0.1
 LONG = 100  # tokens, more than the engine without tiles takes
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-every_causal = pytest.mark.parametrize("case", [c for c in CASES if c.causal], ids=lambda case: case.label)
-every_patch = pytest.mark.parametrize("case", [c for c in CASES if c.how == "patch"], ids=lambda case: case.label)
+every_causal = pytest.mark.parametrize(
+    "case", [c for c in CASES if c.causal], ids=lambda case: case.label
+)
+every_patch = pytest.mark.parametrize(
+    "case", [c for c in CASES if c.how == "patch"], ids=lambda case: case.label
+)
 COMPILED = (
     "cone (patch)",
     "hyperbolic (patch)",
@@ -51,7 +55,10 @@ def tolerance(case: Case) -> float:
 
 
 def same(found, expected, case: Case, of: str = "logits") -> None:
-    assert gap(found.cpu(), expected.cpu()) <= tolerance(case), (of, gap(found.cpu(), expected.cpu()))
+    assert gap(found.cpu(), expected.cpu()) <= tolerance(case), (
+        of,
+        gap(found.cpu(), expected.cpu()),
+    )
 
 
 @every_case
@@ -139,7 +146,9 @@ def test_there_and_back(case):
 def test_layers_on_two_devices(case, tmp_path):
     """Some layers on the GPU, others on the CPU, as `device_map` splits a model that is too large."""
     modules = dict(case.model().named_modules())
-    stack = next(n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == 3)
+    stack = next(
+        n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == 3
+    )
     leaves = [n for n, m in modules.items() if not any(m.children())]
     leaves += [n for n, _ in case.model().named_parameters() if n.rpartition(".")[0] not in leaves]
     places = {n: DEVICE for n in leaves if not n.startswith(f"{stack}.")}
@@ -190,7 +199,9 @@ def test_compiled(label, mode):
         same(logits(compiled, there(inputs)), logits(case.model(), inputs), case)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.family == "llama"], ids=lambda case: case.label)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.family == "llama"], ids=lambda case: case.label
+)
 def test_prefill_in_a_static_cache(case):
     """A cache of a fixed length, of which most keys are not there yet."""
     model, inputs = case.model().to(DEVICE), inputs_of(40)
@@ -206,7 +217,9 @@ CALLS = {
     "cone": lambda q, k, v: functional.cone_attention(q, k, v, is_causal=True),
     "penumbral": lambda q, k, v: functional.cone_attention(q, k, v, variant="penumbral"),
     "hyperbolic": lambda q, k, v: functional.hyperbolic_attention(q, k, v, is_causal=True),
-    "squared_lorentz": lambda q, k, v: functional.hyperbolic_attention(q, k, v, distance="squared_lorentz"),
+    "squared_lorentz": lambda q, k, v: functional.hyperbolic_attention(
+        q, k, v, distance="squared_lorentz"
+    ),
     "hype": lambda q, k, v: functional.hype_attention(
         q, k, v, is_causal=True, mu=q.new_full((4,), 0.05), tau=q.new_full((4,), 2.0)
     ),

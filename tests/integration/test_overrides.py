@@ -13,7 +13,16 @@ import hf_hyperattn as ha
 from hf_hyperattn.cli import main
 from hf_hyperattn.mechanisms.sparse import Window
 from hub_cards.spec import read_spec
-from tests.integration.models import FAMILIES, State, difference, llama, llava, perturb, run, text_inputs
+from tests.integration.models import (
+    FAMILIES,
+    State,
+    difference,
+    llama,
+    llava,
+    perturb,
+    run,
+    text_inputs,
+)
 
 CONE, OWN = ha.ConeConfig(), ha.ConeConfig(variant="penumbral", gamma=2.0, radius=3.0)
 ONE = "model.layers.1.self_attn"
@@ -30,7 +39,9 @@ def patched(family="llama", mode="replace"):
     factory, inputs = FAMILIES[family]
     torch.manual_seed(0)
     model = factory()
-    ha.patch_model(model, ha.HyperAttnConfig([CONE], mode=mode, overrides={HOSTS[family][0]: [OWN]}))
+    ha.patch_model(
+        model, ha.HyperAttnConfig([CONE], mode=mode, overrides={HOSTS[family][0]: [OWN]})
+    )
     return model, inputs()
 
 
@@ -134,7 +145,9 @@ def test_a_host_may_run_another_mechanism_of_the_stage(tmp_path):
     assert torch.equal(both(ids).logits, alike(ids).logits)
     both.save_pretrained(tmp_path)
     assert torch.equal(hf.LlamaForCausalLM.from_pretrained(tmp_path)(ids).logits, both(ids).logits)
-    with pytest.raises(ValueError, match="holds hype, which is not among the mechanisms; allowed: hsa, and others"):
+    with pytest.raises(
+        ValueError, match="holds hype, which is not among the mechanisms; allowed: hsa, and others"
+    ):
         ha.HyperAttnConfig([hsa], overrides={ONE: [ha.HypeConfig()]})
 
 
@@ -171,12 +184,18 @@ def test_only_mechanisms_and_hosts_in_use():
         ha.HyperAttnConfig([CONE], hosts=["model.layers.0.self_attn"], overrides={ONE: [OWN]})
 
 
-@pytest.mark.parametrize(("host", "layers"), [("model.layers.9.self_attn", None), ("nonsense", None), (ONE, [0])])
+@pytest.mark.parametrize(
+    ("host", "layers"), [("model.layers.9.self_attn", None), ("nonsense", None), (ONE, [0])]
+)
 def test_a_host_that_is_not_patched_is_refused_and_the_model_left_alone(host, layers):
     model = llama()
     before = State(model)
-    config = ha.HyperAttnConfig([CONE], layers=layers, overrides={host: [OWN], "model.layers.0.self_attn": [OWN]})
-    with pytest.raises(ValueError, match=f"overrides names the host '{host}', which is not patched"):
+    config = ha.HyperAttnConfig(
+        [CONE], layers=layers, overrides={host: [OWN], "model.layers.0.self_attn": [OWN]}
+    )
+    with pytest.raises(
+        ValueError, match=f"overrides names the host '{host}', which is not patched"
+    ):
         ha.patch_model(model, config)
     assert not before.differences(State(model))
 
@@ -207,21 +226,29 @@ def test_hostile_json_is_refused_in_one_short_line(overrides):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("name, value", [("overrides", {ONE: [OWN]}), ("heads", [0]), ("layers", "last-half")])
+@pytest.mark.parametrize(
+    "name, value", [("overrides", {ONE: [OWN]}), ("heads", [0]), ("layers", "last-half")]
+)
 def test_a_mechanism_used_by_name_cannot_honour_what_is_for_some_hosts(name, value):
     config = FAMILIES["llama"][0]().config
     config.hyperattn = ha.HyperAttnConfig([CONE], **{name: value}).to_dict()
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="cone")
-    with pytest.raises(ValueError, match=f"^config.hyperattn has {name}, which cone used by name cannot honour"):
+    with pytest.raises(
+        ValueError, match=f"^config.hyperattn has {name}, which cone used by name cannot honour"
+    ):
         model(**text_inputs())
 
 
 def test_parameters_of_mechanisms_that_a_name_does_not_run_are_warned_of_once(caplog):
     hf_logging.warning_once.cache_clear()
     config = FAMILIES["llama"][0]().config
-    config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.7), ha.HeadFusionConfig()]).to_dict()
+    config.hyperattn = ha.HyperAttnConfig(
+        [ha.ConeConfig(gamma=0.7), ha.HeadFusionConfig()]
+    ).to_dict()
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="cone_penumbral")
     for _ in range(2):
         model(**text_inputs())
     (record,) = caplog.records
-    assert record.getMessage().startswith("config.hyperattn holds parameters of head_fusion, which cone used by name")
+    assert record.getMessage().startswith(
+        "config.hyperattn holds parameters of head_fusion, which cone used by name"
+    )

@@ -17,7 +17,18 @@ from safetensors.torch import load_file
 import hf_hyperattn as ha
 
 from .collaborative import quiet
-from .parallel import AFTERWARDS, AUTO, CASES, FAMILIES, PATCHES, SIZES, batch, path, results_of, start
+from .parallel import (
+    AFTERWARDS,
+    AUTO,
+    CASES,
+    FAMILIES,
+    PATCHES,
+    SIZES,
+    batch,
+    path,
+    results_of,
+    start,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # a pair of processes runs all cases
 
@@ -47,15 +58,21 @@ def write(folder: Path) -> None:
                 if ".hyper." in name:
                     p.add_(0.5 * torch.randn_like(p))
         model.save_pretrained(path(folder, "start", case))
-    gathered = hf.Olmo2Config(**SIZES | dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=8))
+    gathered = hf.Olmo2Config(
+        **SIZES | dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=8)
+    )
     torch.manual_seed(0)
     model = hf.Olmo2ForCausalLM(gathered).eval()  # of one head, which its plan does not cut
     model.save_pretrained(folder / "gathered" / "by name")
-    ha.patch_model(model, ha.HypeConfig(), mode="replace").save_pretrained(folder / "gathered" / "patched")
+    ha.patch_model(model, ha.HypeConfig(), mode="replace").save_pretrained(
+        folder / "gathered" / "patched"
+    )
     odd = stock("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
     ha.patch_model(odd, ha.ConeConfig()).save_pretrained(folder / "three_heads")
     with quiet():
-        ha.convert(stock("bert"), ha.CollaborativeConfig(rank=16)).save_pretrained(folder / "converted")
+        ha.convert(stock("bert"), ha.CollaborativeConfig(rank=16)).save_pretrained(
+            folder / "converted"
+        )
     (folder / "cases.json").write_text(json.dumps(CASES))
 
 
@@ -74,7 +91,9 @@ def shared_in(folder: Path) -> tuple[Path, dict]:
 def apart(together: dict, alone: dict) -> tuple[float, float]:
     """The largest difference of the logits that there are, and of the gradients."""
     assert together["gradients"].keys() == alone["gradients"].keys()
-    gradients = [(g - alone["gradients"][n]).abs().max().item() for n, g in together["gradients"].items()]
+    gradients = [
+        (g - alone["gradients"][n]).abs().max().item() for n, g in together["gradients"].items()
+    ]
     logits = together["logits"] - alone["logits"][: len(together["logits"])]
     return logits.abs().max().item(), max(gradients)
 
@@ -101,7 +120,9 @@ def test_a_checkpoint_of_one_layout_loads_under_another(family, name, shared):
     first = load_file(path(folder, "start", (family, name)) / "model.safetensors")
     for layout in ("tp", "fsdp2"):  # the second was loaded from the first
         saved = load_file(path(folder, layout, (family, name)) / "model.safetensors")
-        assert not [n for n in saved.keys() - first.keys() if ".hyper." in n]  # tied weights are written twice
+        assert not [
+            n for n in saved.keys() - first.keys() if ".hyper." in n
+        ]  # tied weights are written twice
         assert all(torch.equal(saved[n], tensor) for n, tensor in first.items())
     again = AUTO[family].from_pretrained(path(folder, "fsdp2", (family, name)))
     config = json.loads((path(folder, "start", (family, name)) / "config.json").read_text())
@@ -112,7 +133,9 @@ def test_a_checkpoint_of_one_layout_loads_under_another(family, name, shared):
 def test_a_model_that_is_cut_already_can_be_patched(family, name, shared):
     folder, results = shared
     with torch.no_grad():
-        alone = AUTO[family].from_pretrained(path(folder, "start", (family, name)))(**batch()).logits
+        alone = (
+            AUTO[family].from_pretrained(path(folder, "start", (family, name)))(**batch()).logits
+        )
     assert (results["patched", family, name] - alone).abs().max() <= 1e-5
 
 
@@ -122,7 +145,9 @@ def test_other_ways_to_share_a_model(what, shared):
     if ("other", what) not in results:
         pytest.skip("this Transformers has no pipelines")
     source = (
-        path(folder, "start", ("llama", "cone")) if what == "pipeline" else folder / "gathered" / what.split(", ")[1]
+        path(folder, "start", ("llama", "cone"))
+        if what == "pipeline"
+        else folder / "gathered" / what.split(", ")[1]
     )
     name = {"attn_implementation": "hype"} if what.endswith("by name") else {}
     with torch.no_grad():
@@ -142,7 +167,9 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_ranks_cannot_share_is_refused_in_one_line(what, shared):
     message = shared[1]["refused", what]
-    assert message.startswith("ValueError: ") and REFUSED[what] in message and "allowed: " in message
+    assert (
+        message.startswith("ValueError: ") and REFUSED[what] in message and "allowed: " in message
+    )
     assert "\n" not in message
 
 
@@ -157,8 +184,14 @@ def main() -> None:
         for name in PATCHES:
             cells = []
             for layout in LAYOUTS:
-                found = [apart(results[layout, f, n], alone_of(folder, f, n)) for f, n in CASES if n == name]
-                cells.append(", ".join(f"{max(column):.0e}".replace("0e+00", "0") for column in zip(*found)))
+                found = [
+                    apart(results[layout, f, n], alone_of(folder, f, n))
+                    for f, n in CASES
+                    if n == name
+                ]
+                cells.append(
+                    ", ".join(f"{max(column):.0e}".replace("0e+00", "0") for column in zip(*found))
+                )
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -74,7 +74,11 @@ def test_gradients_at_the_start_are_those_of_the_mechanism(family):
 
 
 def tensors_with_grad(output) -> dict:
-    return {str(i): t for i, t in enumerate(output.to_tuple()) if isinstance(t, torch.Tensor) and t.requires_grad}
+    return {
+        str(i): t
+        for i, t in enumerate(output.to_tuple())
+        if isinstance(t, torch.Tensor) and t.requires_grad
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -88,7 +92,9 @@ def test_every_variant_starts_as_the_identity(family, variant):
         assert difference(before, real(tensors(model(**inputs)), inputs)) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "bert", "t5", "bart", "clip", "bloom"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "gpt_oss", "bert", "t5", "bart", "clip", "bloom"]
+)
 def test_the_identity_holds_with_eager_attention_and_its_weights(family):
     model, inputs = make(family)
     set_implementation(model, "eager")
@@ -124,7 +130,11 @@ def test_generation_with_a_cache_equals_that_without(family):
 
 
 def test_a_frozen_model_in_training_mode_stays_what_it_is():
-    model = bert(attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0).train().requires_grad_(False)
+    model = (
+        bert(attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+        .train()
+        .requires_grad_(False)
+    )
     state = State(model)
     ha.patch_model(model, CONE)
     assert all(m.training for m in model.modules())
@@ -177,12 +187,16 @@ def test_a_part_of_a_model_patched_as_a_whole_cannot_be_unpatched_alone():
 def test_layers_beside_hosts_are_refused():
     record = ha.patch_model(llama(), ha.ConeConfig()).config.hyperattn
     both = ha.HyperAttnConfig.from_dict(record | {"layers": [1]})
-    with pytest.raises(ValueError, match="HyperAttnConfig has layers and hosts; allowed: one of them"):
+    with pytest.raises(
+        ValueError, match="HyperAttnConfig has layers and hosts; allowed: one of them"
+    ):
         ha.patch_model(llama(), both)
 
 
 @pytest.mark.parametrize("key_heads", [32, 3])
-@pytest.mark.parametrize("config", [ha.HsaConfig(windows=(2, 4)), ha.SparseConfig(Window(3, 1)), ha.ConeConfig()])
+@pytest.mark.parametrize(
+    "config", [ha.HsaConfig(windows=(2, 4)), ha.SparseConfig(Window(3, 1)), ha.ConeConfig()]
+)
 @torch.no_grad()
 def test_key_heads_that_do_not_divide_the_query_heads_are_refused(config, key_heads):
     """More key heads than query heads ended the process in the kernels of HSA and of sparse rules."""
@@ -191,5 +205,7 @@ def test_key_heads_that_do_not_divide_the_query_heads_are_refused(config, key_he
     for name in ("k_proj", "v_proj"):
         setattr(layer, name, torch.nn.Linear(32, key_heads * layer.head_dim))
     ha.patch_model(model, config, mode="replace")
-    with pytest.raises(ValueError, match=f"{key_heads} key heads; allowed: a number of key heads .* that divides"):
+    with pytest.raises(
+        ValueError, match=f"{key_heads} key heads; allowed: a number of key heads .* that divides"
+    ):
         model(torch.arange(5, 21)[None], use_cache=False)

@@ -18,7 +18,9 @@ from .collaborative import shared
 from .hat_models import hat
 
 ONE_LAYER = dict(num_hidden_layers=1, initializer_range=0.15)
-HSA = ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1)  # blocks stay closed in short texts too
+HSA = ha.HsaConfig(
+    windows=(2, 4), near=2, sinks=1, refine_top_k=1
+)  # blocks stay closed in short texts too
 MECHANISMS = {
     "cone": [ha.ConeConfig(gamma=0.5)],
     "cone_penumbral": [ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)],
@@ -39,9 +41,18 @@ MECHANISMS = {
     "hsa by name": "hsa",
 }
 #: What ExecuTorch takes beside core operators: a norm, and checks that it leaves out.
-BESIDE_CORE = {"aten.linalg_vector_norm.default", "aten._assert_tensor_metadata.default", "aten._assert_async.msg"}
+BESIDE_CORE = {
+    "aten.linalg_vector_norm.default",
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_async.msg",
+}
 #: The first is tested with every change; another test takes the second.
-FEW = [("llama", "cone, hype, head_fusion"), ("llama", "hsa"), ("bert", "hsa"), ("bert", "talking_heads")]
+FEW = [
+    ("llama", "cone, hype, head_fusion"),
+    ("llama", "hsa"),
+    ("bert", "hsa"),
+    ("bert", "talking_heads"),
+]
 
 
 class Logits(torch.nn.Module):
@@ -85,7 +96,10 @@ SIZES = (2, 20), (3, 31)  # of the call that is exported, and of another one
 @torch.no_grad()
 def program(model: Logits, least: int = 5, **options):
     """A program for any batch and length, from `least` on."""
-    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=least, max=64)}
+    sizes = {
+        0: torch.export.Dim("batch", min=1, max=64),
+        1: torch.export.Dim("length", min=least, max=64),
+    }
     shapes = dict(input_ids=sizes, attention_mask=sizes)
     return torch.export.export(model, inputs(*SIZES[0]), dynamic_shapes=shapes, **options)
 
@@ -99,7 +113,9 @@ def assert_same(run, model: Logits, tolerance: float) -> None:
 
 
 def ours(exported) -> list[str]:
-    return [str(node.target) for node in exported.graph.nodes if "hf_hyperattn." in str(node.target)]
+    return [
+        str(node.target) for node in exported.graph.nodes if "hf_hyperattn." in str(node.target)
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -180,7 +196,9 @@ def test_nothing_is_left_behind_by_an_export():
 def onnx_runtime():
     """The module onnxruntime, where all that an export needs is installed."""
     reason = "needs pip install onnx onnxscript onnxruntime"
-    return [pytest.importorskip(name, reason=reason) for name in ("onnx", "onnxscript", "onnxruntime")][-1]
+    return [
+        pytest.importorskip(name, reason=reason) for name in ("onnx", "onnxscript", "onnxruntime")
+    ][-1]
 
 
 @pytest.mark.extras
@@ -188,7 +206,11 @@ def test_the_page(tmp_path, monkeypatch):
     onnx_runtime()
     make("llama", "cone").model.save_pretrained(tmp_path / "your-name/SmolLM2-135M-cone")
     llama().save_pretrained(tmp_path / "HuggingFaceTB/SmolLM2-135M")
-    monkeypatch.setattr(PushToHubMixin, "push_to_hub", lambda self, repo_id, **settings: self.save_pretrained(repo_id))
+    monkeypatch.setattr(
+        PushToHubMixin,
+        "push_to_hub",
+        lambda self, repo_id, **settings: self.save_pretrained(repo_id),
+    )
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs/deploying.md").read_text()
     for code in re.findall("```python\n(.*?)```", page, re.DOTALL):
@@ -211,9 +233,13 @@ def test_onnx(family, mechanism, tmp_path):
 @pytest.mark.parametrize("kind", ["hat", "collaborative"])
 def test_onnx_of_a_conversion(kind, tmp_path):
     onnx_runtime()
-    model = Logits(hat(vocab_size=99, segment_length=5).float() if kind == "hat" else shared("bert")[0])
+    model = Logits(
+        hat(vocab_size=99, segment_length=5).float() if kind == "hat" else shared("bert")[0]
+    )
     segment = 5  # tokens; a text of one segment is another program
-    exported = program(model, segment + 1, prefer_deferred_runtime_asserts_over_guards=kind == "hat")
+    exported = program(
+        model, segment + 1, prefer_deferred_runtime_asserts_over_guards=kind == "hat"
+    )
     assert not ours(exported)
     assert_same_in_onnx(exported, model, tmp_path)
 
@@ -223,5 +249,7 @@ def assert_same_in_onnx(exported, model: Logits, folder: Path) -> None:
     torch.onnx.export(exported, f=file, dynamo=True, verbose=False)
     session = onnx_runtime().InferenceSession(file)
     names = [x.name for x in session.get_inputs()]
-    run = lambda *tensors: torch.from_numpy(session.run(None, {n: t.numpy() for n, t in zip(names, tensors)})[0])
+    run = lambda *tensors: torch.from_numpy(
+        session.run(None, {n: t.numpy() for n, t in zip(names, tensors)})[0]
+    )
     assert_same(run, model, 1e-4)

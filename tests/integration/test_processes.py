@@ -37,7 +37,9 @@ def together(tmp_path_factory) -> dict:
     finally:
         for process in started:
             process.kill()
-    assert all(process.returncode == 0 for process in started), "\n".join(text[-3000:] for text in said)
+    assert all(process.returncode == 0 for process in started), "\n".join(
+        text[-3000:] for text in said
+    )
     return torch.load(folder / "results.pt")
 
 

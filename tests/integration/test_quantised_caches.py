@@ -112,7 +112,9 @@ def test_a_patch_that_starts_writes_what_stock_writes(name, backend):
 @pytest.mark.parametrize("name", ["cone", "hsa"])
 def test_beams(name, backend):
     """Every beam reads its own keys."""
-    options = quantised(backend) | dict(num_beams=3, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    options = quantised(backend) | dict(
+        num_beams=3, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
     model = patched(name)
     found = model.generate(PROMPTS[:1], attention_mask=MASK[:1], **options)
     ha.set_backend(model, "reference")

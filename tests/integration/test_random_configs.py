@@ -26,7 +26,9 @@ SCALARS = st.one_of(
 )
 JSON = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -43,13 +45,21 @@ RECORD = st.fixed_dictionaries(
     optional={
         **dict.fromkeys(("layers", "heads", "mode", "include_cross_attention", "colour"), JSON),
         "hosts": JSON | st.lists(st.text(max_size=9), max_size=3),
-        "overrides": JSON | st.dictionaries(st.text(max_size=9), st.lists(MECHANISM, max_size=2), max_size=2),
+        "overrides": JSON
+        | st.dictionaries(st.text(max_size=9), st.lists(MECHANISM, max_size=2), max_size=2),
     },
 )
 ADAPTER = st.fixed_dictionaries(
     {"peft_type": st.just("LORA") | JSON},
     optional=dict.fromkeys(
-        ("r", "target_modules", "modules_to_save", "task_type", "auto_mapping", "base_model_name_or_path"),
+        (
+            "r",
+            "target_modules",
+            "modules_to_save",
+            "task_type",
+            "auto_mapping",
+            "base_model_name_or_path",
+        ),
         JSON,
     ),
 )
@@ -68,7 +78,11 @@ def read_or_refused(read, *arguments):
 
 
 def rendered(config, adapter=None):
-    return hub_cards.render_adapter_card(config, adapter=adapter) if adapter else hub_cards.render_model_card(config)
+    return (
+        hub_cards.render_adapter_card(config, adapter=adapter)
+        if adapter
+        else hub_cards.render_model_card(config)
+    )
 
 
 @settings(max_examples=300)
@@ -108,7 +122,9 @@ def test_files(tmp_path, content):
         (tmp_path / name).unlink()
 
 
-@pytest.mark.parametrize("content", ["[" * 10**6, '{"x":' * 10**5 + "1" + "}" * 10**5, '{"a": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "content", ["[" * 10**6, '{"x":' * 10**5 + "1" + "}" * 10**5, '{"a": ' + "9" * 5000 + "}"]
+)
 def test_files_that_are_made_to_break_readers(content, tmp_path):
     """Nesting beyond the stack, and numbers beyond what Python converts."""
     (tmp_path / "config.json").write_text(content)

@@ -78,8 +78,12 @@ def test_a_rank_computes_its_heads(name):
 @pytest.mark.parametrize("cls", [hf.LlamaForCausalLM, hf.LlamaModel])
 def test_heads_that_ranks_cannot_share_are_refused_before_weights_are_loaded(cls):
     model = ha.patch_model(
-        stock("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1), ha.ConeConfig()
+        stock("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1),
+        ha.ConeConfig(),
     )
     model.config.distributed_config = DistributedConfig(tp_size=2)
-    with pytest.raises(ValueError, match="3 query heads and 1 key heads, .* 2 ranks; allowed: a tp_size that divides"):
+    with pytest.raises(
+        ValueError,
+        match="3 query heads and 1 key heads, .* 2 ranks; allowed: a tp_size that divides",
+    ):
         cls(model.config)

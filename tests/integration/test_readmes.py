@@ -46,7 +46,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def adapter():
-    return get_peft_model(ha.patch_model(llama(), ha.ConeConfig()), LoraConfig(r=2, target_modules=["q_proj"]))
+    return get_peft_model(
+        ha.patch_model(llama(), ha.ConeConfig()), LoraConfig(r=2, target_modules=["q_proj"])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,19 @@ def header(name: str) -> str:
     }[name]
 
 
-HEADERS = ("broken", "list", "flow", "maps", "block", "keys", "long", "aliases", "numbers-as-keys", "object", "date")
+HEADERS = (
+    "broken",
+    "list",
+    "flow",
+    "maps",
+    "block",
+    "keys",
+    "long",
+    "aliases",
+    "numbers-as-keys",
+    "object",
+    "date",
+)
 
 
 @pytest.mark.parametrize("start", ["own", "ours", "placeholder"])
@@ -126,12 +140,27 @@ def test_a_header_that_cannot_be_read(name, start, model, made, tmp_path, caplog
         (b"---\nlicense: mit\n---\n" + b"x" * 10_000_000, 1),
         (b"\n" * 190_000, 0),
         (b"---" + b"\n" * 190_000, 0),
-        (b"---\n---\na: [" + b"x," * 60_000 + b"]\n---\nhello\n", 1),  # the first two lines are no header
+        (
+            b"---\n---\na: [" + b"x," * 60_000 + b"]\n---\nhello\n",
+            1,
+        ),  # the first two lines are no header
         (b"---\nlicense: mit\n---\n# Mine\n", 0),
         (b"# Mine\n", 0),
         (b"", 0),
     ],
-    ids=["utf-16", "latin-1", "binary", "zero", "huge", "newlines", "dashes", "two dashes", "own", "plain", "empty"],
+    ids=[
+        "utf-16",
+        "latin-1",
+        "binary",
+        "zero",
+        "huge",
+        "newlines",
+        "dashes",
+        "two dashes",
+        "own",
+        "plain",
+        "empty",
+    ],
 )
 def test_a_file_of_any_content(content, warnings, model, tmp_path, caplog):
     (tmp_path / "README.md").write_bytes(content)
@@ -159,7 +188,10 @@ def test_a_link_of_this_name(target, model, tmp_path, caplog):
     (tmp_path / "README.md").symlink_to(target)
     model.save_pretrained(tmp_path)
     check_saved(model, tmp_path)
-    assert os.readlink(tmp_path / "README.md") == target and (tmp_path / "mine.md").read_text() == "mine"
+    assert (
+        os.readlink(tmp_path / "README.md") == target
+        and (tmp_path / "mine.md").read_text() == "mine"
+    )
     assert caplog.text.count(LEFT) == (target != "mine.md")
 
 
@@ -206,7 +238,9 @@ def test_other_types_at_every_key(key, start, saved, made):
             assert not carried or value in (None, [], {}) or key in again
 
 
-@pytest.mark.parametrize("line", ["tags: [2024]", "tags: 5", "license: [1]", "base_model: {a: 1}", "5: 6"])
+@pytest.mark.parametrize(
+    "line", ["tags: [2024]", "tags: 5", "license: [1]", "base_model: {a: 1}", "5: 6"]
+)
 def test_a_save_over_other_types(line, model, made, tmp_path):
     for card in (made, placeholder()):
         (tmp_path / "README.md").write_text(with_header(card, line))
@@ -214,7 +248,9 @@ def test_a_save_over_other_types(line, model, made, tmp_path):
         check_saved(model, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tags: [2024]", "tags: 5", "base_model: [1]", "license: {a: 1}", "flow"])
+@pytest.mark.parametrize(
+    "name", ["tags: [2024]", "tags: 5", "base_model: [1]", "license: {a: 1}", "flow"]
+)
 def test_a_save_of_an_adapter(name, adapter, tmp_path):
     content = with_header(placeholder(), header(name) if name == "flow" else name)
     (tmp_path / "README.md").write_text(content)
@@ -253,7 +289,9 @@ def test_damaged_cards(model, made, tmp_path):
         model.save_pretrained(tmp_path)
         check_saved(model, tmp_path)
         now = (tmp_path / "README.md").read_bytes()
-        assert now == content or hub_cards.beside.is_ours_untouched(ModelCard.load(tmp_path / "README.md"))
+        assert now == content or hub_cards.beside.is_ours_untouched(
+            ModelCard.load(tmp_path / "README.md")
+        )
 
 
 def test_a_config_of_ones_own_and_a_push(model, tmp_path, caplog):

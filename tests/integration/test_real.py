@@ -73,7 +73,9 @@ def there_and_back(model, inputs: dict, config, directory: Path, monkeypatch) ->
     model.save_pretrained(directory / "patched")
     again = type(model).from_pretrained(directory / "patched", dtype=torch.float32)
     assert difference(expected, run(again, inputs)) == 0
-    alone = {k: v[1:, v.shape[1] - int(inputs["attention_mask"][1].sum()) :] for k, v in inputs.items()}
+    alone = {
+        k: v[1:, v.shape[1] - int(inputs["attention_mask"][1].sum()) :] for k, v in inputs.items()
+    }
     if model.can_generate():
         how = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
         padded = {k: torch.cat([torch.zeros_like(v[:, :5]), v], 1) for k, v in alone.items()}
@@ -82,7 +84,9 @@ def there_and_back(model, inputs: dict, config, directory: Path, monkeypatch) ->
     else:
         length = int(inputs["attention_mask"][0].sum())
         short = model(**{k: v[:1, :length] for k, v in inputs.items()}).last_hidden_state[0]
-        torch.testing.assert_close(model(**inputs).last_hidden_state[0, :length], short, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            model(**inputs).last_hidden_state[0, :length], short, atol=1e-4, rtol=0
+        )
     ha.unpatch_model(model)
     assert state.differences(State(model)) == []
     assert difference(before, run(model, inputs)) == 0

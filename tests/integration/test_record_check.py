@@ -44,7 +44,9 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, dict(device_map="auto"), dict(dtype=torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(device_map="auto"), dict(dtype=torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("names", NAMES)
 def test_a_record_without_its_tensors_is_refused(names, options, saved, tmp_path):
     count, keep = NAMES[names]
@@ -77,7 +79,10 @@ def roads(model, folder, tensors):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     yield "shards", lambda: cls.from_pretrained(folder)
     mapped = {name: "cpu" for name, _ in model.named_children()} | {"model": "disk"}
-    yield "offload", lambda: cls.from_pretrained(folder, device_map=mapped, offload_folder=folder / "offload")
+    yield (
+        "offload",
+        lambda: cls.from_pretrained(folder, device_map=mapped, offload_folder=folder / "offload"),
+    )
 
 
 def test_by_every_road_with_and_without(tmp_path):
@@ -101,7 +106,9 @@ def test_a_merge_that_drops_unknown_names_is_refused(tmp_path):
     names = [n for n in llama().state_dict() if n in left]
     merged = tmp_path / "merged"
     merged.mkdir()
-    save_file({n: (left[n] + right[n]) / 2 for n in names}, merged / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: (left[n] + right[n]) / 2 for n in names}, merged / "model.safetensors", {"format": "pt"}
+    )
     shutil.copy(tmp_path / "1" / "config.json", merged)
     with pytest.raises(ValueError, match=MISSING.format(12)):
         hf.AutoModelForCausalLM.from_pretrained(merged)
@@ -125,7 +132,9 @@ def test_tensors_of_hosts_and_mechanisms_that_the_record_does_not_name_are_refus
     config["hyperattn"]["hosts"] = config["hyperattn"]["hosts"][:3]
     folder = shutil.copytree(saved, tmp_path / "1")
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"holds 3 added tensors, such as 'model.layers.3.self_attn.hyper"):
+    with pytest.raises(
+        ValueError, match=r"holds 3 added tensors, such as 'model.layers.3.self_attn.hyper"
+    ):
         hf.AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -165,7 +174,9 @@ def test_the_text_model_of_a_vision_language_model(tmp_path):
         type(model).from_pretrained(bare)
 
 
-@pytest.mark.parametrize("lost", ["hyper.collaborative.mixing", "query.shared.weight", "content.weight"])
+@pytest.mark.parametrize(
+    "lost", ["hyper.collaborative.mixing", "query.shared.weight", "content.weight"]
+)
 def test_a_converted_model(lost, tmp_path):
     model, _ = make("bert")
     with quiet():
@@ -192,10 +203,15 @@ def test_state_dicts_that_are_loaded_loosely_are_not_silent(caplog):
         assert all(torch.equal(p, before[n]) for n, p in added(model).items())
         caplog.clear()
         llama().load_state_dict(model.state_dict(), strict=False)
-        assert "the state dict holds 12 added tensors" in caplog.text and "patch it first" in caplog.text
+        assert (
+            "the state dict holds 12 added tensors" in caplog.text
+            and "patch it first" in caplog.text
+        )
         caplog.clear()
         model.load_state_dict(model.state_dict(), strict=False)
-        model.load_state_dict({"model.norm.weight": torch.ones(32)}, strict=False)  # nothing of the patched layers
+        model.load_state_dict(
+            {"model.norm.weight": torch.ones(32)}, strict=False
+        )  # nothing of the patched layers
         llama().load_state_dict(llama().state_dict(), strict=False)
         assert not caplog.text
 
@@ -204,6 +220,14 @@ def test_models_of_others_are_left_alone(tmp_path):
     """A name of ours in a checkpoint that has nothing to do with us, in a place where no attention is."""
     model = bert()
     model.save_pretrained(tmp_path / "1")
-    tensors = load_file(tmp_path / "1" / "model.safetensors") | {"pooler.hyper.cone.gate": torch.ones(4)}
+    tensors = load_file(tmp_path / "1" / "model.safetensors") | {
+        "pooler.hyper.cone.gate": torch.ones(4)
+    }
     save_file(tensors, tmp_path / "1" / "model.safetensors", {"format": "pt"})
-    assert difference(run(model, text_inputs()), run(hf.BertModel.from_pretrained(tmp_path / "1"), text_inputs())) == 0
+    assert (
+        difference(
+            run(model, text_inputs()),
+            run(hf.BertModel.from_pretrained(tmp_path / "1"), text_inputs()),
+        )
+        == 0
+    )

@@ -5,7 +5,16 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from tests.integration.models import State, clip, difference, llama, llava, perturb, run, text_inputs
+from tests.integration.models import (
+    State,
+    clip,
+    difference,
+    llama,
+    llava,
+    perturb,
+    run,
+    text_inputs,
+)
 from tests.integration.patches import VARIANTS, make
 from tests.zoo.tiny import tiny
 
@@ -31,7 +40,12 @@ REFUSED = {
         dict(layers=lambda host: False),
         "chooses no attention module",
     ),
-    "an unknown name": (llama, (CONE,), dict(layers="last-fifth"), "layers='last-fifth' is not allowed"),
+    "an unknown name": (
+        llama,
+        (CONE,),
+        dict(layers="last-fifth"),
+        "layers='last-fifth' is not allowed",
+    ),
     "an unknown head": (llama, (CONE,), dict(heads=[1, 4]), "names head 4"),
     "a head beyond the start": (llama, (CONE,), dict(heads=[-5]), "names head -5"),
     "no head": (llama, (CONE,), dict(heads=[]), "at least one head"),
@@ -41,8 +55,18 @@ REFUSED = {
         dict(mode="mix"),
         "mode='mix' is not allowed; allowed: 'blend', 'replace'",
     ),
-    "a config and more": (llama, (ha.HyperAttnConfig([CONE]),), dict(heads=[1]), "one or the other"),
-    "layers that are a number with a point": (llama, (CONE,), dict(layers=1.5), "layers=1.5 is not allowed"),
+    "a config and more": (
+        llama,
+        (ha.HyperAttnConfig([CONE]),),
+        dict(heads=[1]),
+        "one or the other",
+    ),
+    "layers that are a number with a point": (
+        llama,
+        (CONE,),
+        dict(layers=1.5),
+        "layers=1.5 is not allowed",
+    ),
     "heads that differ": (clip, (CONE,), dict(heads="every-9th"), "names no head"),
     "something that is no model": (
         lambda: torch.nn.Linear(2, 2),
@@ -57,7 +81,9 @@ REFUSED = {
         r"it holds LlamaForCausalLM as 'inner', so pass that instead: model.get_submodule\('inner'\)",
     ),
     "a model that has no attention": (
-        lambda: hf.AutoModel.from_config(hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9)),
+        lambda: hf.AutoModel.from_config(
+            hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9)
+        ),
         (CONE,),
         {},
         "'mamba' has no attention",
@@ -112,16 +138,22 @@ def test_patching_what_holds_a_patched_part_is_refused():
 
 
 def test_unpatching_what_is_not_patched_is_refused():
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched, so there is no patch to undo"):
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM is not patched, so there is no patch to undo"
+    ):
         ha.unpatch_model(llama())
     model = llama()
     model.set_attn_implementation("cone")
-    with pytest.raises(ValueError, match="runs attn_implementation='cone' by name.*set_attn_implementation"):
+    with pytest.raises(
+        ValueError, match="runs attn_implementation='cone' by name.*set_attn_implementation"
+    ):
         ha.unpatch_model(model)
 
 
 @pytest.mark.parametrize("how", ["patch", "name"])
-@pytest.mark.parametrize("dynamo, message", [(False, "use .*dynamo=True"), (True, "engine 'blockwise'.*set_backend")])
+@pytest.mark.parametrize(
+    "dynamo, message", [(False, "use .*dynamo=True"), (True, "engine 'blockwise'.*set_backend")]
+)
 def test_what_onnx_cannot_hold_is_refused_in_one_line(how, dynamo, message, monkeypatch):
     model = llama()
     ha.patch_model(model, CONE) if how == "patch" else model.set_attn_implementation("cone")
@@ -152,11 +184,21 @@ def test_parameters_of_mechanisms_used_by_name_are_not_overwritten():
     assert state.differences(State(model)) == []
 
 
-POOLING = "cannot tell the positions of queries that .*blocks.1.attn .Sam2MultiScaleAttention. pools"
+POOLING = (
+    "cannot tell the positions of queries that .*blocks.1.attn .Sam2MultiScaleAttention. pools"
+)
 #: By model type: mechanisms, and why `patch_model` refuses them, or None where it leaves the odd host out.
 KNOWN_BEFORE = {
-    "sam2": [(ha.HypeConfig(max_length=64), POOLING), (ha.HsaConfig(), POOLING), (ha.TrilinearConfig(), POOLING)],
-    "sam": [(ha.HypeConfig(max_length=64), None), (ha.HsaConfig(), None), (ha.TrilinearConfig(), None)],
+    "sam2": [
+        (ha.HypeConfig(max_length=64), POOLING),
+        (ha.HsaConfig(), POOLING),
+        (ha.TrilinearConfig(), POOLING),
+    ],
+    "sam": [
+        (ha.HypeConfig(max_length=64), None),
+        (ha.HsaConfig(), None),
+        (ha.TrilinearConfig(), None),
+    ],
     "videoprism": [(ha.HypeConfig(max_length=64), None), (ha.TrilinearConfig(), None)],
 }
 

@@ -71,7 +71,12 @@ def test_shards(tmp_path):
     assert difference(expected, run(type(model).from_pretrained(tmp_path), inputs)) == 0
 
 
-BERT_HEADS = ("BertModel", "BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM")
+BERT_HEADS = (
+    "BertModel",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertForMaskedLM",
+)
 
 
 @pytest.mark.parametrize("source", BERT_HEADS)
@@ -81,13 +86,22 @@ def test_any_head_class_from_any_head_class(source, target, tmp_path):
     perturb(model)
     model.save_pretrained(tmp_path)
     again, report = getattr(hf, target).from_pretrained(tmp_path, output_loading_info=True)
-    assert not [key for keys in (report["missing_keys"], report["unexpected_keys"]) for key in keys if "hyper" in key]
+    assert not [
+        key
+        for keys in (report["missing_keys"], report["unexpected_keys"])
+        for key in keys
+        if "hyper" in key
+    ]
     bodies = [run(getattr(m, "bert", m), inputs)[".last_hidden_state"] for m in (model, again)]
     assert torch.equal(*bodies)
-    assert again.config.hyperattn["hosts"] == [n for n, m in again.named_modules() if "hyper" in m._modules]
+    assert again.config.hyperattn["hosts"] == [
+        n for n, m in again.named_modules() if "hyper" in m._modules
+    ]
 
 
-@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize(
+    "auto", ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+)
 def test_auto_classes(auto, tmp_path):
     model, inputs, _ = patched("llama")
     model.save_pretrained(tmp_path)
@@ -119,7 +133,9 @@ def test_a_checkpoint_in_half_precision(tmp_path):
     perturb(model)
     expected = run(model, inputs)
     model.save_pretrained(tmp_path / "2")
-    assert {t.dtype for t in load_file(tmp_path / "2" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {t.dtype for t in load_file(tmp_path / "2" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     assert difference(expected, run(type(model).from_pretrained(tmp_path / "2"), inputs)) == 0
 
 
@@ -131,11 +147,15 @@ PLACES = {f"model.layers.{i}": ("cpu", "disk")[i % 2] for i in range(4)} | {
 }
 
 
-@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, PLACES], ids=["auto", "cpu", "one", "disk"])
+@pytest.mark.parametrize(
+    "device_map", ["auto", "cpu", {"": "cpu"}, PLACES], ids=["auto", "cpu", "one", "disk"]
+)
 def test_device_maps(device_map, tmp_path):
     model, inputs, expected = patched("llama")
     model.save_pretrained(tmp_path / "1")
-    again = type(model).from_pretrained(tmp_path / "1", device_map=device_map, offload_folder=tmp_path / "disk")
+    again = type(model).from_pretrained(
+        tmp_path / "1", device_map=device_map, offload_folder=tmp_path / "disk"
+    )
     assert difference(expected, run(again, inputs)) == 0
     again.save_pretrained(tmp_path / "2")
     assert difference(expected, run(type(model).from_pretrained(tmp_path / "2"), inputs)) == 0
@@ -149,7 +169,9 @@ def test_low_cpu_mem_usage(low, tmp_path):
     assert difference(expected, run(again, inputs)) == 0
 
 
-@pytest.mark.parametrize("options", [{}, dict(dtype=torch.bfloat16), dict(device_map="auto")], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(dtype=torch.bfloat16), dict(device_map="auto")], ids=str
+)
 def test_a_fresh_patch_is_zeros_and_never_garbage(options, tmp_path):
     """The weights of the base beside the config of the patched model: the identity."""
     model, inputs = llama(), text_inputs()
@@ -158,7 +180,9 @@ def test_a_fresh_patch_is_zeros_and_never_garbage(options, tmp_path):
     ha.patch_model(model, CONE).save_pretrained(tmp_path / "patched")
     shutil.copy(tmp_path / "patched" / "config.json", tmp_path / "base" / "config.json")
     with ha.fresh_patch():
-        again, report = type(model).from_pretrained(tmp_path / "base", output_loading_info=True, **options)
+        again, report = type(model).from_pretrained(
+            tmp_path / "base", output_loading_info=True, **options
+        )
     assert len(report["missing_keys"]) == len(added(again)) == 12
     assert not any(p.any() or not p.isfinite().all() for p in added(again).values())
     (tmp_path / "base" / "config.json").write_text(plain_config)
@@ -170,7 +194,9 @@ def test_keys_of_another_size_start_afresh_where_the_user_asked_for_it(tmp_path)
     model, _, _ = patched("llama")
     model.save_pretrained(tmp_path)
     halves = dict(num_attention_heads=2, head_dim=16, num_key_value_heads=1)
-    with pytest.raises(ValueError, match=r"hyper.cone.gate' with shape \(4,\), and its config asks for \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"hyper.cone.gate' with shape \(4,\), and its config asks for \(2,\)"
+    ):
         type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True, **halves)
     with ha.fresh_patch():
         again = type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True, **halves)

@@ -43,10 +43,15 @@ def test_the_page(tmp_path, monkeypatch, capsys):
     for key in re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE):
         assert key in config
     copies = list(Path("smollm2-cone-export").glob("hyperattn_*.py"))
-    assert 20 <= len(copies) <= 90 and Path("smollm2-cone-export/hyperattn_engines_score.py") in copies
+    assert (
+        20 <= len(copies) <= 90 and Path("smollm2-cone-export/hyperattn_engines_score.py") in copies
+    )
 
 
 def test_the_stock_implementation_is_what_the_page_says():
     model = ha.patch_model(llama(), ha.ConeConfig())
-    assert model.config.hyperattn_stock == "sdpa" and model.config.to_dict()["attn_implementation"] == "hf_hyperattn"
+    assert (
+        model.config.hyperattn_stock == "sdpa"
+        and model.config.to_dict()["attn_implementation"] == "hf_hyperattn"
+    )
     assert isinstance(model, AutoModelForCausalLM._model_mapping[type(model.config)])

@@ -66,11 +66,15 @@ def test_models_that_handle_names_in_ways_of_their_own(model_type, tmp_path):
         expected = tensors(model(**inputs))
         model.save_pretrained(tmp_path / "patched")
         again = type(model).from_pretrained(tmp_path / "patched")
-        assert {host.config._attn_implementation for _, host in patched_hosts(again)} == {"hf_hyperattn"}
+        assert {host.config._attn_implementation for _, host in patched_hosts(again)} == {
+            "hf_hyperattn"
+        }
         assert difference(expected, tensors(again(**inputs))) <= 1e-6
     for one in (model, again):
         ha.unpatch_model(one)
-        assert [type(m).__name__ for m in one.modules()] == [type(m).__name__ for m in plain.modules()]
+        assert [type(m).__name__ for m in one.modules()] == [
+            type(m).__name__ for m in plain.modules()
+        ]
     assert state.differences(State(model)) == []
     assert [c._attn_implementation for c in configs(again)] == names
 
@@ -132,7 +136,9 @@ def test_parts_patched_in_different_ways(tmp_path):
 def test_parts_that_one_config_cannot_tell_apart_are_not_saved(tmp_path):
     model = FAMILIES["bart"][0]()
     ha.patch_model(model.model.encoder, CONE)
-    with pytest.raises(ValueError, match="patched already; call unpatch_model.* or patch all in one call"):
+    with pytest.raises(
+        ValueError, match="patched already; call unpatch_model.* or patch all in one call"
+    ):
         ha.patch_model(model.model.decoder, ha.ConeConfig())
 
 

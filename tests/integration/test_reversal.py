@@ -108,7 +108,9 @@ def test_unpatching_after_saving_and_after_reloading(family, tmp_path):
     assert difference(before, run(again, inputs)) == 0
     assert list(again.state_dict()) == list(plain.state_dict())
     assert [type(m) for m in again.modules()] == [type(m) for m in plain.modules()]
-    found, expected = ([without_path(d) for d in ds] for ds in ([c.to_dict() for c in configs(again)], dicts))
+    found, expected = (
+        [without_path(d) for d in ds] for ds in ([c.to_dict() for c in configs(again)], dicts)
+    )
     assert found == expected
     names = [[c._attn_implementation for c in configs(m)] for m in (again, plain)]
     assert names[0] == names[1]
@@ -119,7 +121,11 @@ def test_unpatching_after_saving_and_after_reloading(family, tmp_path):
 
 
 def without_path(values: dict) -> dict:
-    return {k: without_path(v) if isinstance(v, dict) else v for k, v in values.items() if k != "_name_or_path"}
+    return {
+        k: without_path(v) if isinstance(v, dict) else v
+        for k, v in values.items()
+        if k != "_name_or_path"
+    }
 
 
 def test_an_eager_model_is_eager_after_reload_and_unpatch(tmp_path):

@@ -80,7 +80,9 @@ def test_a_host_that_a_mechanism_refuses_leaves_the_others_alone():
     """A refusal by the layer of the last host alone."""
     model = llama()
     state = State(model)
-    own = {"model.layers.3.self_attn": [ha.TrilinearConfig(tensor="cp", rank=9)]}  # above the head dimension
+    own = {
+        "model.layers.3.self_attn": [ha.TrilinearConfig(tensor="cp", rank=9)]
+    }  # above the head dimension
     with pytest.raises(ValueError, match="rank=9"):
         ha.patch_model(model, ha.HyperAttnConfig([ha.TrilinearConfig()], overrides=own))
     assert state.differences(State(model)) == []
@@ -88,7 +90,9 @@ def test_a_host_that_a_mechanism_refuses_leaves_the_others_alone():
 
 def test_parts_that_one_config_cannot_describe_are_refused_late():
     model = hf.BartModel(
-        hf.BartConfig(vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4)
+        hf.BartConfig(
+            vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4
+        )
     )
     ha.patch_model(model.encoder, ha.ConeConfig())
     state = State(model)

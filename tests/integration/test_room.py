@@ -48,7 +48,9 @@ def toys():
 def test_patch_train_save_reload_unpatch(family, toy, tmp_path):
     make, inputs = FAMILIES[family]
     model, inputs = make(), inputs()
-    model.save_pretrained(tmp_path)  # Transformers notes dtype and class in the config of what it saves
+    model.save_pretrained(
+        tmp_path
+    )  # Transformers notes dtype and class in the config of what it saves
     before, state = run(model, inputs), State(model)
     ha.patch_model(model, *TOYS[toy])
     assert difference(before, run(model, inputs)) <= 1e-5
@@ -64,7 +66,11 @@ def test_patch_train_save_reload_unpatch(family, toy, tmp_path):
     with torch.no_grad():
         model.load_state_dict(body, strict=False)
     ha.unpatch_model(model)
-    fresh = [f for f in state.differences(State(model)) if not f.startswith(("model.config.", "model.config"))]
+    fresh = [
+        f
+        for f in state.differences(State(model))
+        if not f.startswith(("model.config.", "model.config"))
+    ]
     assert fresh == []
     assert difference(before, run(model, inputs)) == 0
 
@@ -81,7 +87,9 @@ def test_the_base_derivative_of_a_term_agrees_with_the_definition(engine):
         return attention(plan.score, plan.value, plan.options, backend=engine)[0]
 
     temperature = 2.0 * layer.log_temperature.exp()[:, None, None]
-    mixed = q @ k.repeat_interleave(2, 1).mT * 0.3 + layer.gate[:, None, None] * temperature * cosine(q, k)
+    mixed = q @ k.repeat_interleave(2, 1).mT * 0.3 + layer.gate[
+        :, None, None
+    ] * temperature * cosine(q, k)
     hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
     by_hand = mixed.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(call(q, k, v), by_hand, atol=1e-10, rtol=0)
@@ -122,10 +130,14 @@ def test_the_public_face_knows_it():
     assert ha.ToyCosineConfig is ToyCosineConfig
     assert ha.functional.toy_cosine_of is cosine
     toy = next(m for m in ha.list_mechanisms() if m["name"] == "toy_cosine")
-    assert toy["stage"] == "score" and toy["options"] == {"temperature": "what the cosine is multiplied with"}
+    assert toy["stage"] == "score" and toy["options"] == {
+        "temperature": "what the cosine is multiplied with"
+    }
     model = ha.patch_model(llama(), ToyCosineConfig())
     assert {m for host in ha.describe(model)["hosts"] for m in host["mechanisms"]} == {"toy_cosine"}
-    with pytest.raises(ValueError, match="ToyCosineConfig.temperature=0 is not allowed; allowed: numbers above 0"):
+    with pytest.raises(
+        ValueError, match="ToyCosineConfig.temperature=0 is not allowed; allowed: numbers above 0"
+    ):
         ToyCosineConfig(temperature=0)
 
 
@@ -141,7 +153,9 @@ def test_what_has_no_meaning_for_cross_attention_is_refused_there():
     make, _ = FAMILIES["bart"]
     model = make()
     state = State(model)
-    with pytest.raises(ValueError, match="toy_slope has no meaning for cross-attention .*encoder_attn"):
+    with pytest.raises(
+        ValueError, match="toy_slope has no meaning for cross-attention .*encoder_attn"
+    ):
         ha.patch_model(model, ToySlopeConfig(), include_cross_attention=True)
     assert state.differences(State(model)) == []
 
@@ -150,7 +164,9 @@ def test_loading_without_the_package_that_registers_it(tmp_path):
     model = ha.patch_model(llama(), ToyCosineConfig())
     model.save_pretrained(tmp_path)
     del MECHANISMS["toy_cosine"]
-    with pytest.raises(ValueError, match="'toy_cosine' is unknown; .* import the package that registers them"):
+    with pytest.raises(
+        ValueError, match="'toy_cosine' is unknown; .* import the package that registers them"
+    ):
         type(model).from_pretrained(tmp_path)
 
 
@@ -158,14 +174,18 @@ def test_a_second_mechanism_of_one_name_and_an_unknown_stage_are_refused():
     with pytest.raises(ValueError, match="'toy_cosine' is registered already"):
         toy_rooms.register_toys()
     with pytest.raises(ValueError, match="stage='flavour'; allowed: score, bias, mixing"):
-        toy_rooms.register(toy_rooms.Mechanism("other", "flavour", "none", ToySlopeConfig, toy_rooms.ToySlopeLayer))
+        toy_rooms.register(
+            toy_rooms.Mechanism("other", "flavour", "none", ToySlopeConfig, toy_rooms.ToySlopeLayer)
+        )
     assert len(LISTENERS) == 1 and "other" not in MECHANISMS
 
 
 def head_outputs(model: nn.Module, projection: nn.Module) -> torch.Tensor:
     """What every head hands to the output projection, [B, N, H, d]."""
     seen = []
-    handle = projection.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    handle = projection.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].detach())
+    )
     with torch.no_grad():
         model(**text_inputs())
     handle.remove()

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 def run_python(script: str, *arguments) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, cwd=ROOT)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, cwd=ROOT
+    )
 
 
 OTHERS = ("llama", "llava", "clip", "t5", "whisper", "falcon", "deberta-v2")
@@ -33,7 +35,9 @@ def test_another_process_with_one_import_and_without(tmp_path):
         model.save_pretrained(directory)
         torch.save(inputs, directory / "inputs.pt")
         with torch.no_grad():
-            expected[family] = [t for t in model(**inputs).to_tuple() if isinstance(t, torch.Tensor)]
+            expected[family] = [
+                t for t in model(**inputs).to_tuple() if isinstance(t, torch.Tensor)
+            ]
     answers = {}
     for how in ("without", "with"):
         done = run_python("loads.py", how, *directories)
@@ -43,7 +47,9 @@ def test_another_process_with_one_import_and_without(tmp_path):
         assert answers["with"][str(directory)] == {"error": None, "ours": True}
         found = torch.load(directory / "outputs.pt")
         assert all(torch.equal(a, b) for a, b in zip(found, expected[family], strict=True)), family
-        assert "hf_hyperattn" in (answers["without"][str(directory)]["error"] or "loaded, silently"), family
+        assert "hf_hyperattn" in (
+            answers["without"][str(directory)]["error"] or "loaded, silently"
+        ), family
 
 
 def test_a_save_that_fails_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
@@ -77,4 +83,7 @@ def test_weights_of_another_kind_stay(tmp_path):
         model.save_pretrained(tmp_path, max_shard_size=size)
         assert all((tmp_path / name).is_file() for name in others)
     assert {p.name for p in tmp_path.glob("*.safetensors*")} == {"model.safetensors", *others}
-    assert difference(expected, run(type(model).from_pretrained(tmp_path, variant="fp16"), inputs)) == 0
+    assert (
+        difference(expected, run(type(model).from_pretrained(tmp_path, variant="fp16"), inputs))
+        == 0
+    )

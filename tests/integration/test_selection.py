@@ -59,13 +59,22 @@ def test_numbers_count_within_each_stack():
 
 def test_a_number_that_only_one_stack_has():
     model = FAMILIES["clip"][0]()  # four text layers, two vision layers
-    assert patched(ha.patch_model(model, CONE, layers=[3])) == ["text_model.encoder.layers.3.self_attn"]
+    assert patched(ha.patch_model(model, CONE, layers=[3])) == [
+        "text_model.encoder.layers.3.self_attn"
+    ]
 
 
 def test_a_function_sees_what_is_known_of_a_host():
     seen = []
-    ha.patch_model(FAMILIES["bart"][0](), CONE, include_cross_attention=True, layers=lambda h: not seen.append(h))
-    facts = {(h.name.split(".", 1)[1], h.heads, h.is_causal, h.is_cross, h.layer_index) for h in seen}
+    ha.patch_model(
+        FAMILIES["bart"][0](),
+        CONE,
+        include_cross_attention=True,
+        layers=lambda h: not seen.append(h),
+    )
+    facts = {
+        (h.name.split(".", 1)[1], h.heads, h.is_causal, h.is_cross, h.layer_index) for h in seen
+    }
     assert ("decoder.layers.1.self_attn", 4, True, False, 1) in facts
     assert ("decoder.layers.0.encoder_attn", 4, False, True, 0) in facts
     assert ("encoder.layers.0.self_attn", 4, False, False, 0) in facts
@@ -127,16 +136,25 @@ def by_hand(model, inputs, heads, mode):
     ]
 
     def attend(module, query, key, value, attention_mask, scaling=None, **_):
-        own = {k: p.double().exp().numpy() for k, p in numbers[module.layer_idx].items() if k != "gate"}
+        own = {
+            k: p.double().exp().numpy() for k, p in numbers[module.layer_idx].items() if k != "gate"
+        }
         gate = numbers[module.layer_idx].get("gate", torch.ones(4)).double()[:, None, None]
         scores = cone.scores(
-            query, key, variant="umbral", mapping="xi", gamma=own["log_gamma"], radius=own["log_radius"]
+            query,
+            key,
+            variant="umbral",
+            mapping="xi",
+            gamma=own["log_gamma"],
+            radius=own["log_radius"],
         )
         logits = query.double() @ key.double().repeat_interleave(2, 1).mT * scaling
         mixed = (gate * torch.from_numpy(scores)) + (logits if mode == "blend" else 0)
         logits[:, heads] = mixed[:, heads]
         weights = logits.masked_fill(~attention_mask, -torch.inf).softmax(-1).nan_to_num()
-        return (weights @ value.double().repeat_interleave(2, 1)).transpose(1, 2).to(query.dtype), None
+        return (weights @ value.double().repeat_interleave(2, 1)).transpose(1, 2).to(
+            query.dtype
+        ), None
 
     AttentionInterface.register("by_hand", attend)
     AttentionMaskInterface.register("by_hand", sdpa_mask)
@@ -164,7 +182,10 @@ def llama_and_small_vision():
 
     from tests.integration.models import TEXT, VISION
 
-    text, vision = hf.LlamaConfig(**TEXT), hf.CLIPVisionConfig(**VISION | dict(num_attention_heads=2))
+    text, vision = (
+        hf.LlamaConfig(**TEXT),
+        hf.CLIPVisionConfig(**VISION | dict(num_attention_heads=2)),
+    )
     config = hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=98)
     return hf.LlavaForConditionalGeneration(config)
 

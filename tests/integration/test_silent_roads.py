@@ -13,7 +13,9 @@ import hf_hyperattn as ha
 from tests.integration.models import difference, llama, run, text_inputs
 from tests.integration.patches import make, patched
 
-PLACELESS = "holds 12 added tensors, such as 'model.layers.0.self_attn.hyper.cone.gate', that have no place"
+PLACELESS = (
+    "holds 12 added tensors, such as 'model.layers.0.self_attn.hyper.cone.gate', that have no place"
+)
 NAMELESS = "ran attn_implementation='cone' and LlamaForCausalLM does not"
 
 
@@ -50,17 +52,27 @@ def resume(model, folder) -> None:
 
 LOADS = {
     "load_checkpoint_in_model": lambda m, f: accelerate.load_checkpoint_in_model(m, str(f)),
-    "and a device map": lambda m, f: accelerate.utils.load_checkpoint_in_model(m, str(f), {"": "cpu"}),
-    "load_checkpoint_and_dispatch": lambda m, f: accelerate.load_checkpoint_and_dispatch(m, str(f), "auto"),
+    "and a device map": lambda m, f: accelerate.utils.load_checkpoint_in_model(
+        m, str(f), {"": "cpu"}
+    ),
+    "load_checkpoint_and_dispatch": lambda m, f: accelerate.load_checkpoint_and_dispatch(
+        m, str(f), "auto"
+    ),
     "Trainer": resume,
 }
 
 
 @pytest.mark.parametrize("form", ["", pytest.param(" shards", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("load", [pytest.param(n, marks=[pytest.mark.slow] * (" " in n)) for n in LOADS])
+@pytest.mark.parametrize(
+    "load", [pytest.param(n, marks=[pytest.mark.slow] * (" " in n)) for n in LOADS]
+)
 def test_weights_that_are_put_into_a_model_that_is_there(load, form, saved, warned):
     LOADS[load](llama(), saved / f"patched{form}")
-    assert len(warned()) == 1 and PLACELESS in warned()[0] and str(saved / f"patched{form}") in warned()[0]
+    assert (
+        len(warned()) == 1
+        and PLACELESS in warned()[0]
+        and str(saved / f"patched{form}") in warned()[0]
+    )
     LOADS[load](llama(), saved / f"named{form}")
     assert len(warned()) == 2 and NAMELESS in warned()[1]
     same = {"patched": patched("llama")[0], "named": llama()}
@@ -75,10 +87,18 @@ def test_weights_that_are_put_into_a_model_that_is_there(load, form, saved, warn
 def test_a_stock_checkpoint_in_a_patched_model_and_another_patch(saved, warned, tmp_path):
     llama().save_pretrained(tmp_path / "stock", max_shard_size="80KB")
     LOADS["and a device map"](patched("llama")[0], tmp_path / "stock")
-    assert len(warned()) == 1 and "lacks 12 added tensors of the patched LlamaForCausalLM" in warned()[0]
-    other = ha.patch_model(llama(), ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0))  # the same tensors
+    assert (
+        len(warned()) == 1
+        and "lacks 12 added tensors of the patched LlamaForCausalLM" in warned()[0]
+    )
+    other = ha.patch_model(
+        llama(), ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)
+    )  # the same tensors
     LOADS["and a device map"](other, saved / "patched")
-    assert len(warned()) == 2 and "had cone in 4 attention modules, and LlamaForCausalLM is patched o" in warned()[1]
+    assert (
+        len(warned()) == 2
+        and "had cone in 4 attention modules, and LlamaForCausalLM is patched o" in warned()[1]
+    )
     with ha.fresh_patch():
         LOADS["load_checkpoint_in_model"](other, saved / "patched")
     assert len(warned()) == 2
@@ -120,12 +140,18 @@ def test_a_state_dict_that_no_load_would_take_is_not_saved(tmp_path):
         {n: t for n, t in state.items() if "hyper" not in n},
         {k: state[k] for k in state if k != gate},
     ):
-        with pytest.raises(ValueError, match=r"lacks 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"):
+        with pytest.raises(
+            ValueError, match=r"lacks 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"
+        ):
             model.save_pretrained(tmp_path / "1", state_dict=wrong)
-    with pytest.raises(ValueError, match=r"holds 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"):
+    with pytest.raises(
+        ValueError, match=r"holds 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"
+    ):
         llama().save_pretrained(tmp_path / "1", state_dict=state)
     assert not (tmp_path / "1").exists()
-    model.save_pretrained(tmp_path / "1", state_dict={})  # as the Trainer does under ZeRO: weights come otherwise
+    model.save_pretrained(
+        tmp_path / "1", state_dict={}
+    )  # as the Trainer does under ZeRO: weights come otherwise
     model.save_pretrained(tmp_path / "1", state_dict=state)
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "1")
     assert difference(expected, run(again, inputs)) == 0
@@ -151,15 +177,22 @@ def test_a_model_made_from_the_config_of_another_leaves_that_as_it_is(family):
     model, inputs = make(family)
     expected = run(model, inputs)
     other = type(model)._from_config(model.config, attn_implementation="cone")
-    assert difference(expected, run(model, inputs)) == 0 and other.config._attn_implementation == "cone"
+    assert (
+        difference(expected, run(model, inputs)) == 0
+        and other.config._attn_implementation == "cone"
+    )
     sharing = type(model)(model.config).eval()
     sharing.load_state_dict(model.state_dict())
-    sharing.set_attn_implementation("cone")  # of both, as Transformers has it: they share one config
+    sharing.set_attn_implementation(
+        "cone"
+    )  # of both, as Transformers has it: they share one config
     assert difference(run(sharing, inputs), run(model, inputs)) == 0
 
 
 def test_a_name_on_a_config_is_refused_where_the_model_cannot_run_it():
-    model = hf.AutoModel.from_config(hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9))
+    model = hf.AutoModel.from_config(
+        hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9)
+    )
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match="'cone' cannot be used with model type 'mamba'"):
         model.config._attn_implementation = "cone"
@@ -202,7 +235,10 @@ def test_parameters_by_name_that_nothing_reads(warned, tmp_path):
     model.set_attn_implementation("cone")
     model.config.hyperattn = ha.HyperAttnConfig([ha.HypeConfig()]).to_dict()
     model.save_pretrained(tmp_path)
-    assert len(warned()) == 1 and "holds parameters of 'hype', and the model runs 'cone'" in warned()[0]
+    assert (
+        len(warned()) == 1
+        and "holds parameters of 'hype', and the model runs 'cone'" in warned()[0]
+    )
     model.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig()])
     with pytest.raises(ValueError, match="config.hyperattn is a HyperAttnConfig; allowed: a dict"):
         run(model, text_inputs())
@@ -222,7 +258,11 @@ def test_shards_of_every_rank_do_not_outlive_a_plain_save(tmp_path):
 def test_a_quantised_load_is_checked_like_any_other(kind, saved, tmp_path):
     """The quantiser is a stand-in, so that only the way through it counts."""
     from safetensors.torch import load_file, save_file
-    from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+    from transformers.quantizers import (
+        HfQuantizer,
+        register_quantization_config,
+        register_quantizer,
+    )
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -249,6 +289,8 @@ def test_a_quantised_load_is_checked_like_any_other(kind, saved, tmp_path):
     assert difference(expected, run(load(tmp_path / "1"), inputs)) == 0
     if kind == "patched":
         file = tmp_path / "1" / "model.safetensors"
-        save_file({n: t for n, t in load_file(file).items() if "hyper" not in n}, file, {"format": "pt"})
+        save_file(
+            {n: t for n, t in load_file(file).items() if "hyper" not in n}, file, {"format": "pt"}
+        )
         with pytest.raises(ValueError, match="lacks 12 of the 12 added tensors"):
             load(tmp_path / "1")

@@ -26,11 +26,17 @@ def shared(tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("shared")
     torch.manual_seed(0)  # a fixture of a module is made before that of every test
     model = llama(num_hidden_layers=2)
-    hsa = ha.HsaConfig(windows=(2, 4), near=1, sinks=0, refine_top_k=0)  # of which a short text sees something
+    hsa = ha.HsaConfig(
+        windows=(2, 4), near=1, sinks=0, refine_top_k=0
+    )  # of which a short text sees something
     model.config.hyperattn = ha.HyperAttnConfig([hsa]).to_dict()
     model.save_pretrained(folder / "stock")
     model.save_pretrained(folder / "parts")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.integration.tensor_parallel", str(rank), str(folder)],
@@ -47,14 +53,18 @@ def shared(tmp_path_factory) -> tuple[Path, dict]:
     finally:
         for process in started:
             process.kill()
-    assert all(process.returncode == 0 for process in started), "\n".join(text[-3000:] for text in said)
+    assert all(process.returncode == 0 for process in started), "\n".join(
+        text[-3000:] for text in said
+    )
     return folder, torch.load(folder / "results.pt")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_give_the_numbers_of_one_process(name, shared):
     folder, results = shared
-    alone = logits(hf.AutoModelForCausalLM.from_pretrained(folder / "stock", attn_implementation=name))
+    alone = logits(
+        hf.AutoModelForCausalLM.from_pretrained(folder / "stock", attn_implementation=name)
+    )
     seen = text_inputs()["attention_mask"].bool()
     assert (results[name] - alone)[seen].abs().max() <= 1e-5
     if name != "sdpa":

@@ -62,32 +62,52 @@ metric_list:
 def test_lm_evals_command(folder, tmp_path):
     """Log-likelihoods that its command writes are those of the patched model, without an import of ours in it."""
     pytest.importorskip("lm_eval")
-    rows = [{"question": "the fox", "choices": [" the cat", " a dog"], "answer": i % 2} for i in range(2)]
+    rows = [
+        {"question": "the fox", "choices": [" the cat", " a dog"], "answer": i % 2}
+        for i in range(2)
+    ]
     (tmp_path / "data.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.json"))
     site = tmp_path / "site"  # as `hyperattn autoload on` does it, in a folder of this test's own
     site.mkdir()
-    (site / "sitecustomize.py").write_text("import hf_hyperattn_autoload\nhf_hyperattn_autoload.register()\n")
+    (site / "sitecustomize.py").write_text(
+        "import hf_hyperattn_autoload\nhf_hyperattn_autoload.register()\n"
+    )
     paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HYPERATTN_AUTOLOAD": "1", "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(tmp_path / "datasets"), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    line = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={folder / 'model'}"]
+    line = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={folder / 'model'}",
+    ]
     line += ["--tasks", str(tmp_path / "task.yaml"), "--device", "cpu", "--log_samples"]
     line += ["--output_path", str(tmp_path / "out")]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    found = [float(answer[0][0]) for answer in json.loads(samples.read_text().splitlines()[0])["resps"]]
+    found = [
+        float(answer[0][0]) for answer in json.loads(samples.read_text().splitlines()[0])["resps"]
+    ]
     for place, same in (("model", True), ("base", False)):
-        expected = [likelihood(folder / place, folder / "model", "the fox", choice) for choice in rows[0]["choices"]]
+        expected = [
+            likelihood(folder / place, folder / "model", "the fox", choice)
+            for choice in rows[0]["choices"]
+        ]
         assert (max(abs(a - b) for a, b in zip(found, expected)) < 1e-3) == same
 
 
 def likelihood(model: Path, tokenizer: Path, text: str, continuation: str) -> float:
     ids = AutoTokenizer.from_pretrained(tokenizer)(text, return_tensors="pt")["input_ids"]
-    whole = AutoTokenizer.from_pretrained(tokenizer)(text + continuation, return_tensors="pt")["input_ids"]
+    whole = AutoTokenizer.from_pretrained(tokenizer)(text + continuation, return_tensors="pt")[
+        "input_ids"
+    ]
     with torch.no_grad():
         logs = AutoModelForCausalLM.from_pretrained(model)(whole).logits.log_softmax(-1)
     after = whole[0, ids.shape[1] :]
@@ -107,8 +127,16 @@ def test_transformers_serve(folder, batching):
                    continuous_batching=batching, log_level="error", **options)  # fmt: skip
     try:
         messages = [{"role": "user", "content": "the fox"}]
-        asked = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0, "stream": False}
-        answer = ask(f"http://127.0.0.1:{port}/v1/chat/completions", asked)["choices"][0]["message"]["content"]
+        asked = {
+            "model": model,
+            "messages": messages,
+            "max_tokens": 8,
+            "temperature": 0,
+            "stream": False,
+        }
+        answer = ask(f"http://127.0.0.1:{port}/v1/chat/completions", asked)["choices"][0][
+            "message"
+        ]["content"]
     finally:
         server.kill_server()
     assert answer == written(folder / "model", folder) != written(folder / "base", folder)
@@ -128,13 +156,26 @@ def test_transformers_chat(folder, tmp_path):
     from transformers.cli.serve import Serve
 
     model, port = str(folder / "model"), free_port()
-    server = Serve(model, device="cpu", host="127.0.0.1", port=port, non_blocking=True, log_level="error")
-    line = [sys.executable, "-m", "transformers.cli.transformers", "chat", model, f"http://127.0.0.1:{port}/v1"]
+    server = Serve(
+        model, device="cpu", host="127.0.0.1", port=port, non_blocking=True, log_level="error"
+    )
+    line = [
+        sys.executable,
+        "-m",
+        "transformers.cli.transformers",
+        "chat",
+        model,
+        f"http://127.0.0.1:{port}/v1",
+    ]
     line += ["max_new_tokens=8", "do_sample=False", "--user", "me"]
     try:
         wait_for(port)
         terminal = Terminal(line, tmp_path)
-        for prompt, answer in (("<me>:", "the fox"), ("Continue generating?", "n"), ("<me>:", "!save")):
+        for prompt, answer in (
+            ("<me>:", "the fox"),
+            ("Continue generating?", "n"),
+            ("<me>:", "!save"),
+        ):
             terminal.expect(prompt)
             terminal.send(answer)
         terminal.expect("Chat saved")
@@ -146,8 +187,12 @@ def test_transformers_chat(folder, tmp_path):
     (saved,) = Path(model).glob("chat_*.json")
     chat = json.loads(saved.read_text())["chat_history"]
     saved.unlink()
-    assert [turn["role"] for turn in chat] == ["user", "assistant"] and chat[0]["content"] == "the fox"
-    assert chat[1]["content"] == written(folder / "model", folder) != written(folder / "base", folder)
+    assert [turn["role"] for turn in chat] == ["user", "assistant"] and chat[0][
+        "content"
+    ] == "the fox"
+    assert (
+        chat[1]["content"] == written(folder / "model", folder) != written(folder / "base", folder)
+    )
 
 
 class Terminal:
@@ -162,7 +207,13 @@ class Terminal:
         }  # fmt: skip
         self.end, self.shown, (self.file, inside) = time.monotonic() + seconds, "", pty.openpty()
         self.process = subprocess.Popen(
-            line, stdin=inside, stdout=inside, stderr=inside, cwd=folder, env=environment, start_new_session=True
+            line,
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
         )
         os.close(inside)
 
@@ -202,7 +253,9 @@ def wait_for(port: int) -> None:
 
 def ask(url: str, body: dict) -> dict:
     """The answer to a request, once the server is there."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for _ in range(300):
         try:
@@ -217,5 +270,7 @@ def ask(url: str, body: dict) -> dict:
 def written(model: Path, folder: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = tokenizer("the fox", return_tensors="pt")["input_ids"]
-    out = AutoModelForCausalLM.from_pretrained(model).generate(ids, max_new_tokens=8, do_sample=False)
+    out = AutoModelForCausalLM.from_pretrained(model).generate(
+        ids, max_new_tokens=8, do_sample=False
+    )
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

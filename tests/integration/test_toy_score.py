@@ -59,11 +59,15 @@ def expected_output(q, k, v, mode, heads):
 @pytest.mark.parametrize("engine, dtype, tolerance", ENGINES)
 @pytest.mark.parametrize("heads", [None, (0, 2)])
 @pytest.mark.parametrize("mode", ["blend", "replace"])
-def test_every_engine_computes_the_formula_and_its_gradients(engine, dtype, tolerance, heads, mode, monkeypatch):
+def test_every_engine_computes_the_formula_and_its_gradients(
+    engine, dtype, tolerance, heads, mode, monkeypatch
+):
     compiled, pack_call = [], kernels.pack_call
     monkeypatch.setattr(kernels, "pack_call", lambda *args: compiled.append(1) or pack_call(*args))
     host = Host("host", heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0)
-    layer = get_mechanism("toy_score").layer(ha.ScoreConfig("toy_score"), host, mode, heads).to(dtype)
+    layer = (
+        get_mechanism("toy_score").layer(ha.ScoreConfig("toy_score"), host, mode, heads).to(dtype)
+    )
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.linspace(-1, 1, 4))
@@ -72,7 +76,9 @@ def test_every_engine_computes_the_formula_and_its_gradients(engine, dtype, tole
     out, _ = layer(Plan.of(HostCall(q, k, v, 0.4, True, Options(is_causal=True)))).run(engine)
     expected = expected_output(*exact, mode, heads)
     assert (out - expected).abs().max() < tolerance
-    gradients = (torch.autograd.grad(o.cos().sum(), t) for o, t in ((out, (q, k, v)), (expected, exact)))
+    gradients = (
+        torch.autograd.grad(o.cos().sum(), t) for o, t in ((out, (q, k, v)), (expected, exact))
+    )
     for got, wanted in zip(*gradients, strict=True):
         assert (got - wanted).abs().max() < 10 * tolerance
     # forward and backward of a term that has no C++ of its own
@@ -116,10 +122,14 @@ def test_composed(other):
 
 
 def test_beside_ties_between_keys_it_is_refused_when_patched():
-    with pytest.raises(ValueError, match="toy_score and hsa have no meaning together: .* linear in the key"):
+    with pytest.raises(
+        ValueError, match="toy_score and hsa have no meaning together: .* linear in the key"
+    ):
         ha.patch_model(llama(), ha.ScoreConfig("toy_score"), ha.HsaConfig())
 
 
 def test_its_line_in_the_list_of_mechanisms():
     facts = {f["name"]: f for f in ha.list_mechanisms()}
-    assert facts["toy_score"]["stage"] == "score" and facts["toy_score"]["attn_implementation"] == ["toy_score"]
+    assert facts["toy_score"]["stage"] == "score" and facts["toy_score"]["attn_implementation"] == [
+        "toy_score"
+    ]

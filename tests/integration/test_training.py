@@ -11,7 +11,17 @@ from safetensors.torch import load_file
 import hf_hyperattn as ha
 
 from ..oracles.marks import native_adapters
-from .lessons import LESSONS, added, characters, learn, llama, logits, next_character, optimizer_of, patched
+from .lessons import (
+    LESSONS,
+    added,
+    characters,
+    learn,
+    llama,
+    logits,
+    next_character,
+    optimizer_of,
+    patched,
+)
 
 GATE_AND_GEOMETRY = {"gate", "log_gamma", "log_radius"}
 
@@ -25,11 +35,15 @@ def test_twenty_steps_reduce_the_loss_and_move_every_added_parameter(name):
     for parameter_name, parameter in parameters.items():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), parameter_name
         moves_at_once = parameter_name.endswith("gate")
-        assert parameter.grad.any() == moves_at_once, parameter_name  # behind a gate of 0 there is no slope
+        assert parameter.grad.any() == moves_at_once, (
+            parameter_name
+        )  # behind a gate of 0 there is no slope
     losses = learn(model, batch)
     assert losses[-1] < 0.9 * losses[0]
     for parameter_name, parameter in parameters.items():
-        assert parameter.grad.isfinite().all() and parameter.detach().abs().min() > 0, parameter_name
+        assert parameter.grad.isfinite().all() and parameter.detach().abs().min() > 0, (
+            parameter_name
+        )
 
 
 def test_penumbral_cones_and_the_published_operator_train_too():
@@ -38,7 +52,9 @@ def test_penumbral_cones_and_the_published_operator_train_too():
         model = patched(config=config, mode=mode)
         losses = learn(model, batch)
         assert losses[-1] < 0.9 * losses[0]
-        assert all(p.grad.isfinite().all() and p.detach().abs().min() > 0 for p in added(model).values())
+        assert all(
+            p.grad.isfinite().all() and p.detach().abs().min() > 0 for p in added(model).values()
+        )
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -62,7 +78,9 @@ def test_a_model_in_bfloat16_trains():
     model = patched().to(torch.bfloat16)
     losses = learn(model, next_character())
     assert losses[-1] < 0.9 * losses[0]
-    assert all(p.dtype == torch.bfloat16 and p.detach().abs().min() > 0 for p in added(model).values())
+    assert all(
+        p.dtype == torch.bfloat16 and p.detach().abs().min() > 0 for p in added(model).values()
+    )
 
 
 @pytest.mark.parametrize("name", LESSONS)
@@ -140,7 +158,12 @@ def test_lora_goes_where_the_attention_changed():
 
 def test_what_peft_takes_is_handed_on():
     config = ha.lora_config(
-        patched(), 3, lora_alpha=7, target_modules=["q_proj"], modules_to_save=["lm_head"], use_dora=True
+        patched(),
+        3,
+        lora_alpha=7,
+        target_modules=["q_proj"],
+        modules_to_save=["lm_head"],
+        use_dora=True,
     )
     assert isinstance(config, ha.HyperLoraConfig) and isinstance(config, LoraConfig)
     assert (config.r, config.lora_alpha, config.use_dora) == (3, 7, True)
@@ -183,7 +206,9 @@ def test_only_what_was_added_can_be_trained():
 
 def test_errors_are_one_line_and_say_what_to_do():
     for function in (ha.lora_config, ha.freeze_base, lambda m: ha.parameter_groups(m, 1e-4, 1e-2)):
-        with pytest.raises(ValueError, match=r"^LlamaForCausalLM is not patched; call patch_model[^\n]*$"):
+        with pytest.raises(
+            ValueError, match=r"^LlamaForCausalLM is not patched; call patch_model[^\n]*$"
+        ):
             function(llama())
     with pytest.raises(ValueError, match=r"^hyper_lr=-1 is not allowed; allowed: [^\n]*$"):
         ha.parameter_groups(patched(), 1e-4, -1)
@@ -226,7 +251,9 @@ def test_the_trainer_resumes_where_it_stood(wrap, tmp_path):
 
 def test_the_best_checkpoint_brings_its_gates_back(tmp_path):
     model = patched()
-    kept = trainer(model, tmp_path, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
+    kept = trainer(
+        model, tmp_path, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True
+    )
     kept.train()
     best = load_file(f"{kept.state.best_model_checkpoint}/model.safetensors")
     assert all(torch.equal(p, best[n]) and p.any() for n, p in added(model).items())

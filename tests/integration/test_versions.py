@@ -47,9 +47,13 @@ def test_what_is_stated_agrees_with_the_constraints(name):
     oldest, newest = map(Version, TESTED[name])
     assert pinned("constraints-lowest.txt")[name] == oldest
     assert oldest <= pinned("constraints.txt")[name] <= newest
-    if name != "torch":  # the newest torch has no CPU build, so that only `make test-newest` runs with it
+    if (
+        name != "torch"
+    ):  # the newest torch has no CPU build, so that only `make test-newest` runs with it
         assert pinned("constraints.txt")[name] == newest
-    floor = re.search(rf'^    "{name}>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    floor = re.search(
+        rf'^    "{name}>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
     assert Version(floor[1]) == oldest
 
 
@@ -69,7 +73,9 @@ def test_newer_versions_are_warned_of_once(use, installed, caplog):
     text = record.getMessage()
     assert record.name == "hf_hyperattn" and record.levelname == "WARNING" and "\n" not in text
     assert "torch 99.0.1+cu999 and peft 98.0.dev0" in text and "transformers" not in text
-    assert all(f"{name} {TESTED[name][0]} to {TESTED[name][1]}" in text for name in ("torch", "peft"))
+    assert all(
+        f"{name} {TESTED[name][0]} to {TESTED[name][1]}" in text for name in ("torch", "peft")
+    )
 
 
 @pytest.mark.parametrize("local", ["", "+cpu", ".post1"])
@@ -96,4 +102,6 @@ ha.patch_model(model, ha.ConeConfig())
 assert versions.warn_of_newer_versions.cache_info().misses == 1
 """
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0 and ran.stderr.count("has not been tested with torch 99.0;") == 1, ran.stderr[-2000:]
+    assert ran.returncode == 0 and ran.stderr.count("has not been tested with torch 99.0;") == 1, (
+        ran.stderr[-2000:]
+    )

@@ -7,7 +7,16 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from tests.integration.models import TEXT, State, difference, llama, perturb, run, text_inputs, train
+from tests.integration.models import (
+    TEXT,
+    State,
+    difference,
+    llama,
+    perturb,
+    run,
+    text_inputs,
+    train,
+)
 
 CONE = ha.ConeConfig()
 
@@ -18,7 +27,10 @@ def peft():
 
 
 def test_patching_a_model_that_peft_has_wrapped(peft):
-    inputs, config = text_inputs(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    inputs, config = (
+        text_inputs(),
+        peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False),
+    )
     model = peft.get_peft_model(llama(), config)
     before, state = run(model, inputs), State(model)
     ha.patch_model(model, CONE)
@@ -123,8 +135,12 @@ def test_a_model_under_accelerate_s_offload(kind, tmp_path):
             "lm_head": "disk",
         }
         places |= {f"model.layers.{i}": ("cpu", "disk")[i % 2] for i in range(4)}
-        accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
-    state = State(model)  # the hooks make new tensors in every call, so there is none before the comparison
+        accelerate.dispatch_model(
+            model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+        )
+    state = State(
+        model
+    )  # the hooks make new tensors in every call, so there is none before the comparison
     ha.unpatch_model(ha.patch_model(model, CONE))
     assert state.differences(State(model)) == []
     ha.patch_model(model, CONE)
@@ -136,7 +152,9 @@ def test_a_model_under_accelerate_s_offload(kind, tmp_path):
     assert difference(before, run(model, inputs)) <= 1e-6
 
 
-@pytest.mark.parametrize("config", [CONE, ha.HsaConfig(windows=(2, 4))], ids=lambda config: config.mechanism)
+@pytest.mark.parametrize(
+    "config", [CONE, ha.HsaConfig(windows=(2, 4))], ids=lambda config: config.mechanism
+)
 def test_offload_of_a_patched_model(config):
     accelerate = pytest.importorskip("accelerate")
     inputs, model = text_inputs(), ha.patch_model(llama(), config)
@@ -208,8 +226,12 @@ CALLS = {
     "unpatch": lambda model, peft: ha.unpatch_model(model),
     "describe": lambda model, peft: ha.describe(model),
     "convert": lambda model, peft: ha.convert(model, ha.CollaborativeConfig(rank=16)),
-    "adapter": lambda model, peft: peft.get_peft_model(model, ha.HyperLoraConfig(mechanisms=[CONE])),
-    "inside PEFT's": lambda model, peft: ha.patch_model(peft.get_peft_model(model, peft.LoraConfig(r=2)), CONE),
+    "adapter": lambda model, peft: peft.get_peft_model(
+        model, ha.HyperLoraConfig(mechanisms=[CONE])
+    ),
+    "inside PEFT's": lambda model, peft: ha.patch_model(
+        peft.get_peft_model(model, peft.LoraConfig(r=2)), CONE
+    ),
 }
 
 
@@ -228,8 +250,14 @@ def test_a_module_around_a_patched_model_is_trained(peft):
     assert {n for n in groups} == {"weights", "undecayed", "hyper"}
     assert sum(len(group["params"]) for group in groups.values()) == len(list(model.parameters()))
     assert any(p is model.head.weight for p in groups["weights"]["params"])
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["hyper"]))
-    names = {n.split("model.layers.0.")[-1] for n, p in wrapped.named_parameters() if p.requires_grad and "hyper" in n}
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["hyper"])
+    )
+    names = {
+        n.split("model.layers.0.")[-1]
+        for n, p in wrapped.named_parameters()
+        if p.requires_grad and "hyper" in n
+    }
     assert "self_attn.hyper.modules_to_save.default.cone.gate" in names
     ha.freeze_base(model)
     assert not model.head.weight.requires_grad

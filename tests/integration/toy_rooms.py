@@ -109,5 +109,7 @@ def register_toys() -> None:
         )
     )
     register(
-        Mechanism("toy_slope", "bias", "none", ToySlopeConfig, ToySlopeLayer, cross_attention=False),
+        Mechanism(
+            "toy_slope", "bias", "none", ToySlopeConfig, ToySlopeLayer, cross_attention=False
+        ),
     )

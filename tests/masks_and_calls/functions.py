@@ -33,7 +33,15 @@ NEAR_OR_FAR = 5e-3
 #: MKL rounds weighted queries to their own dtype, so that fused kernels of half precision take them.
 WEIGHTED = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 #: How vectors are drawn. Sums of round numbers are exact, so that choices among equals are defined.
-VECTORS = ("normal", "large", "equal keys", "nearly equal keys", "queries that are keys", "round", "round and equal")
+VECTORS = (
+    "normal",
+    "large",
+    "equal keys",
+    "nearly equal keys",
+    "queries that are keys",
+    "round",
+    "round and equal",
+)
 
 
 @dataclass(frozen=True)
@@ -83,17 +91,25 @@ SIZES = (2, 4)
 
 
 def cone_of(text: Text, **space) -> Tensor:
-    logits = cone.definition(text.query[None], text.key[None], GAMMA.double(), RADIUS.double(), **space)
+    logits = cone.definition(
+        text.query[None], text.key[None], GAMMA.double(), RADIUS.double(), **space
+    )
     return text.mean(logits[0])
 
 
 def hyperbolic_of(text: Text, distance: str, aggregation: str) -> Tensor:
     numbers = CURVATURE.double(), TEMPERATURE.double()
-    logits = hyperbolic.definition(text.query[None], text.key[None], *numbers, scale=SCALE, distance=distance)
+    logits = hyperbolic.definition(
+        text.query[None], text.key[None], *numbers, scale=SCALE, distance=distance
+    )
     if aggregation == "mean":
         return text.mean(logits[0])
-    value = text.value.where(text.value.norm(dim=-1, keepdim=True) > 0, 1e-9)  # the oracle divides by lengths
-    return dense_midpoints(text.weights(logits), value[None], curvature=CURVATURE.double(), scale=SCALE)[0]
+    value = text.value.where(
+        text.value.norm(dim=-1, keepdim=True) > 0, 1e-9
+    )  # the oracle divides by lengths
+    return dense_midpoints(
+        text.weights(logits), value[None], curvature=CURVATURE.double(), scale=SCALE
+    )[0]
 
 
 def hype_of(text: Text, form: str) -> Tensor:
@@ -109,7 +125,9 @@ def mkl_of(text: Text, combine: bool) -> Tensor:
 
 def talking_of(text: Text) -> Tensor:
     mixed = torch.einsum("hg,gnm->hnm", MIX.double(), text.dots)
-    return torch.einsum("hg,gnm->hnm", MIX.T.double(), text.weights(mixed)) @ text.by_head(text.value)
+    return torch.einsum("hg,gnm->hnm", MIX.T.double(), text.weights(mixed)) @ text.by_head(
+        text.value
+    )
 
 
 def trilinear_of(text: Text, windows: tuple[int, int] | None, causal: bool) -> Tensor:
@@ -127,8 +145,13 @@ def trilinear_of(text: Text, windows: tuple[int, int] | None, causal: bool) -> T
 
 def key_tied_of(text: Text, **rule) -> Tensor:
     count = len(text.slots)
-    tree, window = key_tying.windows(0, count, SIZES), partial(key_tying.bottom_window, first=0, last=count, size=2)
-    weights = [key_tying.weights(logits, tree, window, visible=text.seen, **rule) for logits in text.dots]
+    tree, window = (
+        key_tying.windows(0, count, SIZES),
+        partial(key_tying.bottom_window, first=0, last=count, size=2),
+    )
+    weights = [
+        key_tying.weights(logits, tree, window, visible=text.seen, **rule) for logits in text.dots
+    ]
     return torch.stack(weights) @ text.by_head(text.value)
 
 
@@ -179,14 +202,18 @@ ALL = ("reference", "blockwise", "cpu", "sdpa")
 
 
 def cone_function(variant: str, mapping: str) -> Function:
-    space = dict(variant=variant, mapping=mapping, squared=True, clamp_heights=variant == "penumbral")
+    space = dict(
+        variant=variant, mapping=mapping, squared=True, clamp_heights=variant == "penumbral"
+    )
     call = partial(F.cone_attention, gamma=GAMMA, radius=RADIUS, **space)
     return Function(call, partial(cone_of, **space))
 
 
 def hyperbolic_function(distance: str, aggregation: str) -> Function:
     space = dict(distance=distance, aggregation=aggregation)
-    call = partial(F.hyperbolic_attention, curvature=CURVATURE, temperature=TEMPERATURE, scale=SCALE, **space)
+    call = partial(
+        F.hyperbolic_attention, curvature=CURVATURE, temperature=TEMPERATURE, scale=SCALE, **space
+    )
     return Function(call, partial(hyperbolic_of, **space))
 
 
@@ -200,7 +227,9 @@ def hype_function(form: str) -> Function:
 
 
 def mkl_function(combine: bool) -> Function:
-    return Function(partial(F.mkl_attention, beta=BETA, combine=combine), partial(mkl_of, combine=combine), ALL)
+    return Function(
+        partial(F.mkl_attention, beta=BETA, combine=combine), partial(mkl_of, combine=combine), ALL
+    )
 
 
 def trilinear_function(windows: tuple[int, int] | None, causal: bool | None) -> Function:
@@ -226,7 +255,11 @@ def key_tied_function(refine_top_k: int = 0, **rule) -> Function:
     given = dict(rule, refine_top_k=refine_top_k)
     call = partial(F.hierarchical_attention, hierarchy=SIZES, tying="key", **given)
     return Function(
-        call, partial(key_tied_of, top_k=refine_top_k, **rule), ("torch",), chooses=refine_top_k > 0, fewer=None
+        call,
+        partial(key_tied_of, top_k=refine_top_k, **rule),
+        ("torch",),
+        chooses=refine_top_k > 0,
+        fewer=None,
     )
 
 
@@ -252,7 +285,9 @@ FUNCTIONS = {
     "mkl": mkl_function(False),
     "mkl, combined": mkl_function(True),
     "talking heads": Function(
-        partial(F.talking_heads_attention, before=MIX, after=MIX.T), talking_of, ("reference", "blockwise")
+        partial(F.talking_heads_attention, before=MIX, after=MIX.T),
+        talking_of,
+        ("reference", "blockwise"),
     ),
     "trilinear": trilinear_function(None, None),
     "trilinear, windows": trilinear_function((3, 2), True),
@@ -269,10 +304,16 @@ FUNCTIONS = {
         fewer=None,
     ),
     "sparse, exact": sparse_function(Exact(), (draw_padded, draw_packed, draw_windowed)),
-    "sparse, window": sparse_function(Window(near=3, sinks=0), (draw_padded, draw_packed, draw_windowed)),
+    "sparse, window": sparse_function(
+        Window(near=3, sinks=0), (draw_padded, draw_packed, draw_windowed)
+    ),
     "sparse, sinks": sparse_function(Window(near=2, sinks=1), (draw_padded, draw_packed)),
-    "sparse, pages": sparse_function(Pages(page=2, top=1, near=2, sinks=1), (draw_padded, draw_packed)),
-    "sparse, mean pages": sparse_function(Pages(page=2, top=1, near=1, sinks=0, summary="mean"), (draw_padded,)),
+    "sparse, pages": sparse_function(
+        Pages(page=2, top=1, near=2, sinks=1), (draw_padded, draw_packed)
+    ),
+    "sparse, mean pages": sparse_function(
+        Pages(page=2, top=1, near=1, sinks=0, summary="mean"), (draw_padded,)
+    ),
 }
 #: What a function may refuse, and what its sentence then says.
 REFUSALS = {
@@ -335,7 +376,9 @@ class Case:
         query = draw(batch, HEADS, length, WIDTH)
         key, value, key2, value2 = draw(4, batch, heads, length, WIDTH)
         if self.kind.startswith("round"):
-            query, key, value, key2, value2 = (t.mul(1.5).round() for t in (query, key, value, key2, value2))
+            query, key, value, key2, value2 = (
+                t.mul(1.5).round() for t in (query, key, value, key2, value2)
+            )
         if self.kind == "large":
             query, key = 6 * query, 2 * key
         if self.kind == "nearly equal keys":
@@ -397,7 +440,9 @@ def evaluate_definition(name: str, case: Case, noise: float = 0.0) -> Tensor:
     query, key, value, key2, value2 = (t.double() for t in case.vectors)
     if noise:
         generator = torch.Generator().manual_seed(0)
-        query, key = (t * (1 + noise * torch.randn(t.shape, generator=generator)) for t in (query, key))
+        query, key = (
+            t * (1 + noise * torch.randn(t.shape, generator=generator)) for t in (query, key)
+        )
     out = torch.zeros_like(query)
     for b, (row, seen) in enumerate(zip(case.rows, case.seen[:, 0], strict=True)):
         for at in row.of_texts():

@@ -22,7 +22,9 @@ MECHANISMS = {
     "cone": [ha.ConeConfig()],
     "cone, penumbral": [ha.ConeConfig(variant="penumbral", clamp_heights=True)],
     "hyperbolic": [ha.HyperbolicConfig()],
-    "hyperbolic, squared": [ha.HyperbolicConfig(temperature=8.0, distance="squared_lorentz", aggregation="mean")],
+    "hyperbolic, squared": [
+        ha.HyperbolicConfig(temperature=8.0, distance="squared_lorentz", aggregation="mean")
+    ],
     "hype": [ha.HypeConfig(mu=0.15, tau=3.0)],
     "hsa": [ha.HsaConfig((2, 4), near=1, sinks=1, refine_top_k=0, block_bias=0.3)],
     "hsa, refined": [ha.HsaConfig((2, 4), near=1, sinks=0, refine_top_k=1)],
@@ -42,16 +44,23 @@ MECHANISMS = {
     "pages by the chunk before": [ha.SparseConfig(Pages(2, 1, 2, 1, query="previous", chunk=2))],
     "pages by the first query": [ha.SparseConfig(Pages(2, 1, 2, 1, "mean", "first", 3))],
     "clusters": [ha.SparseConfig(Clusters(2, 1, 4, 2, 1))],
-    "clusters by the chunk before": [ha.SparseConfig(Clusters(2, 1, 4, 2, 1, query="previous", chunk=2))],
+    "clusters by the chunk before": [
+        ha.SparseConfig(Clusters(2, 1, 4, 2, 1, query="previous", chunk=2))
+    ],
     "vertical and slash": [ha.SparseConfig(VerticalSlash(2, 1, 2, 1, 4, 2))],
     "nested windows": [ha.SparseConfig(NestedWindows((2, 4), 2, 1, 1))],
     "nested windows, bounds": [
         ha.SparseConfig(NestedWindows((2, 4), 2, 0, 1, summary="bounds", query="previous", chunk=2))
     ],
-    "hype and hsa": [ha.HypeConfig(mu=0.15, tau=3.0), ha.HsaConfig((2, 4), near=1, sinks=1, refine_top_k=0)],
+    "hype and hsa": [
+        ha.HypeConfig(mu=0.15, tau=3.0),
+        ha.HsaConfig((2, 4), near=1, sinks=1, refine_top_k=0),
+    ],
     "cone and talking heads": [ha.ConeConfig(), ha.TalkingHeadsConfig()],
 }
-SPARSE = frozenset(name for name, configs in MECHANISMS.items() if isinstance(configs[0], ha.SparseConfig))
+SPARSE = frozenset(
+    name for name, configs in MECHANISMS.items() if isinstance(configs[0], ha.SparseConfig)
+)
 #: Sparse rules that know rows of one whole text.
 ONE_TEXT = SPARSE - {"exact", "window"}
 #: Sparse rules that select by queries of earlier calls.
@@ -59,21 +68,35 @@ EARLIER = frozenset(["vertical and slash"]) | {
     name for name in ONE_TEXT if "the chunk before" in name or "bounds" in name
 }
 #: Mechanisms whose results depend on where keys stand in their row.
-COUNTING = frozenset(["hype", "hsa", "hsa, refined", "trilinear", "hype and hsa"]) | SPARSE - {"exact"}
+COUNTING = frozenset(["hype", "hsa", "hsa, refined", "trilinear", "hype and hsa"]) | SPARSE - {
+    "exact"
+}
 #: Mechanisms that choose keys by their scores, so that rounding may decide.
 CHOOSING = frozenset(["hsa, refined"]) | ONE_TEXT - {"sinks"}
 #: Mechanisms whose results change where all rotary positions are shifted: position_ids must count the tokens.
 TURNING = frozenset(
-    ["cone", "cone, penumbral", "cone and talking heads", "trilinear", "trilinear, no windows", "bidaf"]
+    [
+        "cone",
+        "cone, penumbral",
+        "cone and talking heads",
+        "trilinear",
+        "trilinear, no windows",
+        "bidaf",
+    ]
     # Bounds of pages are of single channels.
     + ["rules by head", "pages", "pages by the chunk before", "nested windows, bounds"]
 )
 ENGINES = ("auto", "reference", "blockwise", "cpu")
-NO_KERNEL = frozenset(["talking heads", "cone and talking heads", "trilinear", "trilinear, no windows"])
+NO_KERNEL = frozenset(
+    ["talking heads", "cone and talking heads", "trilinear", "trilinear, no windows"]
+)
 #: For each kind of call the mechanisms that may refuse it, and what their sentence says. Nothing else is refused.
 REFUSALS = {
     "cpu": (NO_KERNEL, "backend='cpu' is unknown"),
-    "sliding window": (frozenset(["vertical and slash"]), "whose cache drops the columns that it measures"),
+    "sliding window": (
+        frozenset(["vertical and slash"]),
+        "whose cache drops the columns that it measures",
+    ),
     "packed": (ONE_TEXT, "its rules know rows of one whole text"),
     "packed, with a cache": (COUNTING, "allowed:"),
     "padding by itself": (EARLIER, "which are not known"),
@@ -85,7 +108,9 @@ REFUSALS = {
 def assert_refusal(error: ValueError, mechanism: str, kinds: set[str]) -> None:
     """Raise where nothing in a call may be refused, or where a refusal is not one line that says what is allowed."""
     said = str(error)
-    parts = [part for kind, (those, part) in REFUSALS.items() if kind in kinds and mechanism in those]
+    parts = [
+        part for kind, (those, part) in REFUSALS.items() if kind in kinds and mechanism in those
+    ]
     assert "\n" not in said and "allowed:" in said, said
     assert any(part in said for part in parts), f"{mechanism} refuses {sorted(kinds)}: {said}"
 
@@ -98,11 +123,18 @@ def make_host(name: str) -> nn.Module:
     """Return a model whose layers see all keys, a sliding window of them, or the one and the other."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, max_position_embeddings=64)
+    sizes |= dict(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        max_position_embeddings=64,
+    )
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)).eval()
     kinds = ["sliding_attention", "sliding_attention" if name == "sliding" else "full_attention"]
-    config = hf.Qwen2Config(**sizes, sliding_window=SLIDING, layer_types=kinds, use_sliding_window=True)
+    config = hf.Qwen2Config(
+        **sizes, sliding_window=SLIDING, layer_types=kinds, use_sliding_window=True
+    )
     return hf.Qwen2ForCausalLM(config).eval()
 
 
@@ -131,7 +163,9 @@ def make_exact(host: str, mechanism: str, dtype: torch.dtype) -> nn.Module:
 
 @lru_cache(maxsize=4096)
 @torch.no_grad()
-def read_alone(host: str, mechanism: str, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def read_alone(
+    host: str, mechanism: str, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return the logits [n, vocabulary] of a text alone, in one call without a mask or a cache."""
     model = make_exact(host, mechanism, dtype)
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
@@ -210,7 +244,9 @@ def draw_talks(draw, host: str, mechanism: str) -> Talk:
     orders = st.just(()) | st.tuples(*[st.integers(0, count - 1)] * count)
     beams = (one_shape or not counts_slots) and draw(st.booleans())
     chosen = ((), *(draw(orders) for _ in sizes[1:])) if beams else ((),) * len(sizes)
-    counted_alike = all(is_whole(row) if mechanism not in TURNING else starts_at_once(row) for row in rows)
+    counted_alike = all(
+        is_whole(row) if mechanism not in TURNING else starts_at_once(row) for row in rows
+    )
     return Talk(
         rows,
         sizes,
@@ -281,7 +317,9 @@ def kinds_of(host: str, engine: str, talk: Talk) -> set[str]:
 
 
 @torch.no_grad()
-def hold_talk(model: nn.Module, talk: Talk, check: Callable[[Tensor, list, range], None]) -> Iterator[None]:
+def hold_talk(
+    model: nn.Module, talk: Talk, check: Callable[[Tensor, list, range], None]
+) -> Iterator[None]:
     """Make the calls of a talk, one for each step of the iterator.
 
     Args:
@@ -328,7 +366,9 @@ def write_mask(talk: Talk, rows: list[Row], start: int, stop: int, slots: int) -
     return talk.form.write(seen)
 
 
-def check_against_alone(host: str, mechanism: str, dtype: torch.dtype, share: float, case: object) -> Callable:
+def check_against_alone(
+    host: str, mechanism: str, dtype: torch.dtype, share: float, case: object
+) -> Callable:
     """Return the check of `hold_talk`: logits of real tokens are those of their text alone."""
 
     def check(logits: Tensor, rows: list[tuple[Row, list[int]]], slots: range) -> None:

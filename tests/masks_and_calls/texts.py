@@ -25,7 +25,11 @@ def examples(count: int) -> settings:
         derandomize=FACTOR == 1,
         database=None,
         report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ],
     )
 
 
@@ -76,7 +80,9 @@ class Row:
 def draw_padded(draw, length: int) -> Row:
     """Draw one text with padding at its left, at its right, and inside, or without any."""
     real = [True] * length
-    for side in draw(st.lists(st.sampled_from(["left", "right", "inside"]), max_size=3, unique=True)):
+    for side in draw(
+        st.lists(st.sampled_from(["left", "right", "inside"]), max_size=3, unique=True)
+    ):
         count = draw(st.integers(1, max(1, length // 2)))
         start = {"left": 0, "right": length - count}.get(side)
         start = draw(st.integers(0, length - count)) if start is None else start
@@ -127,10 +133,14 @@ FORMS = st.builds(Form, st.sampled_from([None, *NUMBERS]), st.sampled_from(DTYPE
 def assert_near(actual: Tensor, expected: Tensor, share: float, case: object) -> None:
     """Raise where a number is off by more than a share of the largest one that is expected."""
     actual, expected = actual.detach().double(), expected.detach().double()
-    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}: {case}"
+    assert actual.shape == expected.shape, (
+        f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}: {case}"
+    )
     if not expected.numel():
         return
     assert bool(actual.isfinite().all()), f"not finite: {case}"
     scale = max(float(expected.abs().max()), 1e-3)
     off = float((actual - expected).abs().max())
-    assert off <= share * scale, f"off by {off:.3g} of {scale:.3g}, allowed a share of {share:g}: {case}"
+    assert off <= share * scale, (
+        f"off by {off:.3g} of {scale:.3g}, allowed a share of {share:g}: {case}"
+    )

@@ -61,7 +61,11 @@ def stepwise(model, inputs, cache, parts=(0, 17, 24)):
     edges = [*parts, *range(parts[-1] + 1, length + 1)]
     found = []
     for start, stop in zip(edges, edges[1:]):
-        mask = {"attention_mask": inputs["attention_mask"][:, :stop]} if "attention_mask" in inputs else {}
+        mask = (
+            {"attention_mask": inputs["attention_mask"][:, :stop]}
+            if "attention_mask" in inputs
+            else {}
+        )
         positions = {"position_ids": inputs["position_ids"][:, start:stop]} if mask else {}
         ids = inputs["input_ids"][:, start:stop]
         found.append(logits(model, input_ids=ids, **mask, **positions, past_key_values=cache))

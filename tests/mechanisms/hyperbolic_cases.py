@@ -34,18 +34,27 @@ def attend(q, k, v, setting, backend, **rest):
     return hyperbolic_attention(q, k, v, backend=backend, **SETTINGS[setting], **rest)
 
 
-def expected(q, k, v, setting, *, mask=None, causal=False, curvature=1.0, temperature=1.0, scale=None):
+def expected(
+    q, k, v, setting, *, mask=None, causal=False, curvature=1.0, temperature=1.0, scale=None
+):
     """The whole operator from its formulas, 60 digits."""
     chosen = SETTINGS[setting]
     space = {"curvature": curvature, "temperature": temperature, "scale": scale}
     logits = oracle.scores(q, k, distance_name=chosen["distance"], **space)
-    rest = {"aggregation": chosen["aggregation"], "curvature": curvature, "scale": scale, "d": q.shape[-1]}
+    rest = {
+        "aggregation": chosen["aggregation"],
+        "curvature": curvature,
+        "scale": scale,
+        "d": q.shape[-1],
+    }
     return oracle.attention(logits, v, mask=mask, causal=causal, **rest)
 
 
 def dense(q, k, v, setting, **rest):
     chosen = SETTINGS[setting]
-    return oracle.dense_attention(q, k, v, aggregation=chosen["aggregation"], distance_name=chosen["distance"], **rest)
+    return oracle.dense_attention(
+        q, k, v, aggregation=chosen["aggregation"], distance_name=chosen["distance"], **rest
+    )
 
 
 def leaves(*tensors):

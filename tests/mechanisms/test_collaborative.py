@@ -6,14 +6,29 @@ import torch
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, attention
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
-from hf_hyperattn.mechanisms.collaborative.layer import FullLayer, SharedLayer, own_dimensions, shared_score
+from hf_hyperattn.mechanisms.collaborative.layer import (
+    FullLayer,
+    SharedLayer,
+    own_dimensions,
+    shared_score,
+)
 from hf_hyperattn.mechanisms.collaborative.reference import collaborative_scores, concatenated
 
 HEADS, D = 4, 3
 
 
 def host(heads=HEADS, kv_heads=None, head_dim=D, rotary=""):
-    return Host("layer.0", heads, kv_heads or heads, False, False, 0, head_dim=head_dim, value_dim=5, rotary=rotary)
+    return Host(
+        "layer.0",
+        heads,
+        kv_heads or heads,
+        False,
+        False,
+        0,
+        head_dim=head_dim,
+        value_dim=5,
+        rotary=rotary,
+    )
 
 
 def tensors(*shapes, dtype=torch.float64, seed=0):
@@ -29,7 +44,10 @@ def loops(query, key, mixing, scale, content=None):
         for h in range(heads):
             for i in range(n):
                 for j in range(m):
-                    total = sum(float(mixing[h, r]) * float(query[b, i, r]) * float(key[b, j, r]) for r in range(rank))
+                    total = sum(
+                        float(mixing[h, r]) * float(query[b, i, r]) * float(key[b, j, r])
+                        for r in range(rank)
+                    )
                     if content is not None:
                         total += float(content[b, j, h])
                     out[b, h, i, j] = scale * total
@@ -49,13 +67,17 @@ def test_definition_is_the_formula(rank, with_content):
 @pytest.mark.parametrize("backend", ["auto", "blockwise", "reference"])
 @pytest.mark.parametrize("scale", [1.0, 40.0], ids=["unit", "saturated"])
 def test_engines_agree_with_loops(backend, with_content, scale):
-    query, key, mixing, content, value = tensors((2, 5, 7), (2, 6, 7), (HEADS, 7), (2, 6, HEADS), (2, HEADS, 6, 5))
+    query, key, mixing, content, value = tensors(
+        (2, 5, 7), (2, 6, 7), (HEADS, 7), (2, 6, HEADS), (2, HEADS, 6, 5)
+    )
     content = content if with_content else None
     mask = torch.rand(2, 1, 5, 6, generator=torch.Generator().manual_seed(1)) > 0.3
     mask[..., 0] = True
     score = shared_score(query, key, mixing, scale, content, HEADS)
     out, _ = attention(score, value, Options(mask=mask), backend=backend)
-    weights = loops(query, key, mixing, scale, content).masked_fill(~mask, float("-inf")).softmax(-1)
+    weights = (
+        loops(query, key, mixing, scale, content).masked_fill(~mask, float("-inf")).softmax(-1)
+    )
     torch.testing.assert_close(out, weights @ value, atol=1e-11, rtol=1e-11)
 
 
@@ -108,7 +130,9 @@ def test_chosen_heads_alone_change():
     assert changed.tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("options", [dict(softcap=2.0), dict(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))])
+@pytest.mark.parametrize(
+    "options", [dict(softcap=2.0), dict(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))]
+)
 def test_softcap_and_sinks_act_on_its_logits(options):
     query, key, value = tensors((1, HEADS, 5, D), (1, HEADS, 6, D), (1, HEADS, 6, 2))
     layer = FullLayer(ha.CollaborativeConfig(), host()).double()

@@ -9,7 +9,10 @@ from hf_hyperattn.mechanisms.collaborative.decomposition import decompose
 def weights(heads=4, d=3, width=10, width_key=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shape = (heads, d)
-    return [torch.randn(*shape, w, generator=generator, dtype=torch.float64) for w in (width, width_key or width)]
+    return [
+        torch.randn(*shape, w, generator=generator, dtype=torch.float64)
+        for w in (width, width_key or width)
+    ]
 
 
 def tensor(query, key):
@@ -42,13 +45,17 @@ def test_full_rank_is_exact_and_keeps_the_weights():
     query, key = weights()
     found = decompose(query, key, 12)
     assert found.error == 0.0 and found.steps == 0
-    assert torch.equal(found.query, query.flatten(0, 1)) and torch.equal(found.key, key.flatten(0, 1))
+    assert torch.equal(found.query, query.flatten(0, 1)) and torch.equal(
+        found.key, key.flatten(0, 1)
+    )
     torch.testing.assert_close(rebuilt(found), tensor(query, key), atol=1e-13, rtol=1e-12)
 
 
 def test_a_tensor_of_low_rank_is_found_again():
     generator = torch.Generator().manual_seed(1)
-    mixing, a, b = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((4, 5), (5, 8), (5, 8)))
+    mixing, a, b = (
+        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((4, 5), (5, 8), (5, 8))
+    )
     # heads of dimension 5 that already share: W_Q^h = diag(m_h) a, W_K^h = b
     query, key = mixing[..., None] * a, b.expand(4, -1, -1)
     assert decompose(query, key, 5, steps=400).error < 1e-5
@@ -101,7 +108,9 @@ def moments(width, seed=5, rank=None):
 
 
 def root(moment):
-    values, vectors = torch.linalg.eigh(moment + 1e-2 * moment.diagonal().mean() * torch.eye(len(moment)))
+    values, vectors = torch.linalg.eigh(
+        moment + 1e-2 * moment.diagonal().mean() * torch.eye(len(moment))
+    )
     return vectors @ torch.diag(values.sqrt()) @ vectors.mT
 
 
@@ -112,7 +121,9 @@ def test_moments_weigh_the_directions_that_are_seen():
     roots = [root(m) for m in seen]
     assert abs(fitted.error - relative(query, key, fitted)) < 1e-9
     assert abs(fitted.logit_error - relative(query, key, fitted, roots)) < 1e-9
-    assert fitted.logit_error < 0.8 * relative(query, key, plain, roots) and fitted.error > plain.error
+    assert (
+        fitted.logit_error < 0.8 * relative(query, key, plain, roots) and fitted.error > plain.error
+    )
 
 
 def test_moments_of_few_inputs_are_no_trouble():

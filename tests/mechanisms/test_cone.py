@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from hf_hyperattn.functional import cone_scores
 from tests.oracles import ancestors, dense
 from tests.oracles import cone as loops
-from tests.oracles.cases import DTYPES, PAIRINGS, assert_close, assert_gradients, per_head, qkv, tensor
+from tests.oracles.cases import (
+    DTYPES,
+    PAIRINGS,
+    assert_close,
+    assert_gradients,
+    per_head,
+    qkv,
+    tensor,
+)
 from tests.oracles.marks import core_pairing, every_pairing
 
 QUICK = settings(max_examples=15, deadline=None, derandomize=True)
@@ -137,9 +145,13 @@ def test_expmap_near_the_vertical_in_float32():
 @pytest.mark.parametrize("norm", [31.0, 90.0])
 def test_expmap_shortens_longer_vectors_to_thirty(norm, dtype):
     """Upright vectors show it: unshortened, their heights would grow as e^norm."""
-    direction = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1e-6, 1.0], [0.6, 0.0, 0.8]], dtype=torch.float64)
+    direction = torch.tensor(
+        [[0.0, 0.0, 1.0], [0.0, 1e-6, 1.0], [0.6, 0.0, 0.8]], dtype=torch.float64
+    )
     q = (direction / direction.norm(dim=-1, keepdim=True)).view(1, 1, 3, 3)
-    ratio = scored((q * norm).to(DTYPES[dtype]), (q * norm).to(DTYPES[dtype]), "umbral-expmap").double()
+    ratio = scored(
+        (q * norm).to(DTYPES[dtype]), (q * norm).to(DTYPES[dtype]), "umbral-expmap"
+    ).double()
     ratio = ratio / scored(q * 30, q * 30, "umbral-expmap")
     assert_close(ratio, torch.ones(1, 1, 3, 3), 1e-9 if dtype == "float64" else 1e-4, "ratio")
 
@@ -226,7 +238,9 @@ def test_small_and_large_radii_in_float64(pairing, radius):
     q, k, _ = qkv(batch=1, heads=2, lq=6, lk=7, d=3, seed=26)
     expected = loops.scores(q, k, radius=radius, **PAIRINGS[pairing])
     size = float(np.abs(expected).max())
-    assert_close(scored(q, k, pairing, radius=radius) / size, expected / size, 1e-9, "scores over their size")
+    assert_close(
+        scored(q, k, pairing, radius=radius) / size, expected / size, 1e-9, "scores over their size"
+    )
 
 
 @every_pairing
@@ -238,7 +252,9 @@ def test_gradients_at_extreme_radii_stay_finite(pairing, dtype, radius):
     leaves = [t.requires_grad_() for t in (q, k, torch.full((2,), radius, dtype=DTYPES[dtype]))]
     score = scored(*leaves[:2], pairing, radius=leaves[2])
     assert torch.isfinite(score).all()
-    for name, grad in zip(("query", "key", "radius"), torch.autograd.grad(score.sum(), leaves), strict=True):
+    for name, grad in zip(
+        ("query", "key", "radius"), torch.autograd.grad(score.sum(), leaves), strict=True
+    ):
         assert torch.isfinite(grad).all(), f"gradient of {name}"
 
 
@@ -253,7 +269,9 @@ def test_score_is_symmetric(pairing, seed, scale):
     assert_close(scored(q, k, pairing), scored(k, q, pairing).mT, 1e-12, "transposed scores")
 
 
-@pytest.mark.parametrize("pairing", [p for p in PAIRINGS if "expmap" not in p and "penumbral-xi" not in p])
+@pytest.mark.parametrize(
+    "pairing", [p for p in PAIRINGS if "expmap" not in p and "penumbral-xi" not in p]
+)
 @QUICK
 @given(seed=st.integers(0, 10_000), shift=st.floats(-3, 3))
 def test_horizontal_translation_changes_nothing(pairing, seed, shift):
@@ -278,7 +296,9 @@ def test_horizontal_rotation_changes_nothing(pairing, seed):
     def turned(x):
         return torch.cat([x[..., :-1] @ turn, x[..., -1:]], dim=-1)
 
-    assert_close(scored(turned(q), turned(k), pairing), scored(q, k, pairing), 1e-9, "turned scores")
+    assert_close(
+        scored(turned(q), turned(k), pairing), scored(q, k, pairing), 1e-9, "turned scores"
+    )
 
 
 @core_pairing

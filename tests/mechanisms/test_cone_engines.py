@@ -36,7 +36,9 @@ def space_of(q, pairing, gamma=1.0, radius=1.0):
 
 
 def blend_score(q, k, pairing, gate, gamma, radius, scale):
-    return dot_score(q, k, scale).plus(*space_of(q, pairing, gamma, radius).score(q, k, scale, gate).terms)
+    return dot_score(q, k, scale).plus(
+        *space_of(q, pairing, gamma, radius).score(q, k, scale, gate).terms
+    )
 
 
 def blend_logits(q, k, pairing, gate, gamma, radius, scale):
@@ -49,7 +51,9 @@ def blend_logits(q, k, pairing, gate, gamma, radius, scale):
 @pytest.mark.parametrize("pairing", CORE)
 @both_dtypes
 @pytest.mark.parametrize(
-    "asked", [{"sinks": [-1.0, 0.5]}, {"softcap": 0.7}, {"sinks": [0.0, 2.0], "softcap": 0.4}], ids=str
+    "asked",
+    [{"sinks": [-1.0, 0.5]}, {"softcap": 0.7}, {"sinks": [0.0, 2.0], "softcap": 0.4}],
+    ids=str,
 )
 def test_sinks_and_caps_act_on_the_whole_logit(backend, pairing, dtype, asked):
     """A cap and a sink see the score itself, row constants included."""
@@ -58,7 +62,9 @@ def test_sinks_and_caps_act_on_the_whole_logit(backend, pairing, dtype, asked):
     sinks = torch.tensor(asked["sinks"], dtype=torch.float64) if "sinks" in asked else None
     options = Options(is_causal=True, sinks=sinks, softcap=asked.get("softcap"))
     out, _ = attention(space_of(q, pairing, gamma, radius).score(q, k), v, options, backend=backend)
-    logits = dense.scores(q.double(), k.double(), gamma=gamma.double(), radius=radius.double(), **PAIRINGS[pairing])
+    logits = dense.scores(
+        q.double(), k.double(), gamma=gamma.double(), radius=radius.double(), **PAIRINGS[pairing]
+    )
     expected, _ = softmax.attention(logits, v, causal=True, **{**asked, "sinks": sinks})
     assert_close(out, expected, 1e-9 if dtype == "float64" else 2e-4, "output")
 
@@ -71,7 +77,9 @@ def test_gradients_beside_sinks_and_a_cap(backend, pairing):
 
     def run(q, k, v, gamma, radius, sinks):
         score = space_of(q, pairing, gamma, radius).score(q, k)
-        return attention(score, v, Options(is_causal=True, sinks=sinks, softcap=0.8), backend=backend)[0]
+        return attention(
+            score, v, Options(is_causal=True, sinks=sinks, softcap=0.8), backend=backend
+        )[0]
 
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
@@ -88,7 +96,12 @@ def test_a_blend_is_dot_product_plus_gated_cone(backend, pairing, dtype, scale):
     out, _ = attention(blend_score(q, k, pairing, gate, gamma, radius, scale), v, backend=backend)
     plain = (t.double() for t in (q, k))
     logits = blend_logits(*plain, pairing, gate.double(), gamma.double(), radius.double(), scale)
-    assert_close(out, dense.softmax_average(logits, v.double()), 1e-9 if dtype == "float64" else 2e-4, "output")
+    assert_close(
+        out,
+        dense.softmax_average(logits, v.double()),
+        1e-9 if dtype == "float64" else 2e-4,
+        "output",
+    )
 
 
 @every_backend
@@ -97,10 +110,14 @@ def test_a_blend_is_dot_product_plus_gated_cone(backend, pairing, dtype, scale):
 def test_gradients_of_a_blend(backend, pairing, gate):
     """A closed gate is exact identity and still learns; geometry learns once it opens."""
     q, k, v = qkv(batch=1, heads=2, kv_heads=1, lq=3, lk=4, seed=95)
-    inputs = [t.clone().requires_grad_() for t in (q, k, v, torch.tensor(gate).double(), *per_head(2))]
+    inputs = [
+        t.clone().requires_grad_() for t in (q, k, v, torch.tensor(gate).double(), *per_head(2))
+    ]
 
     def run(q, k, v, gate, gamma, radius):
-        return attention(blend_score(q, k, pairing, gate, gamma, radius, 0.5), v, backend=backend)[0]
+        return attention(blend_score(q, k, pairing, gate, gamma, radius, 0.5), v, backend=backend)[
+            0
+        ]
 
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
@@ -115,10 +132,15 @@ def test_gradients_of_a_blend_over_many_blocks(backend, pairing, dtype, rtol):
     inputs = [t.to(DTYPES[dtype]).requires_grad_() for t in parts]
     plain = [t.detach().double().requires_grad_() for t in inputs]
     weight = tensor(batch, heads, lq, 4, seed=98)
-    out, _ = attention(blend_score(*inputs[:2], pairing, *inputs[3:], 0.5), inputs[2], backend=backend)
+    out, _ = attention(
+        blend_score(*inputs[:2], pairing, *inputs[3:], 0.5), inputs[2], backend=backend
+    )
     expected = dense.softmax_average(blend_logits(*plain[:2], pairing, *plain[3:], 0.5), plain[2])
     assert_close(out, expected, 1e-9 if dtype == "float64" else 2e-4, "output")
-    grads = [torch.autograd.grad((o.double() * weight).sum(), t) for o, t in ((out, inputs), (expected, plain))]
+    grads = [
+        torch.autograd.grad((o.double() * weight).sum(), t)
+        for o, t in ((out, inputs), (expected, plain))
+    ]
     names = ("query", "key", "value", "gate", "gamma", "radius")
     assert_gradients(*grads, rtol, names, stray=1e-3)
 
@@ -154,7 +176,11 @@ NEAR_SETTINGS = [
 @pytest.mark.parametrize("setting", NEAR_SETTINGS, ids=str)
 def test_near_pairs_are_as_exact_as_in_the_definition(backend, setting, noise, magnitude):
     """Keys that are a query and a little noise: to 1e-4 of the largest number, or as float32 differences have it."""
-    q, v, other = tensor(1, 2, 24, 16, seed=70), tensor(1, 2, 24, 4, seed=71), tensor(1, 2, 24, 16, seed=72)
+    q, v, other = (
+        tensor(1, 2, 24, 16, seed=70),
+        tensor(1, 2, 24, 4, seed=71),
+        tensor(1, 2, 24, 16, seed=72),
+    )
     q = q * magnitude
     given = [t.float() for t in (q, q.flip(2) + noise * other, v)]
     given += [torch.tensor([1.0, 1.3]), torch.tensor([1.0, 0.8])]

@@ -28,13 +28,17 @@ CONFIGS = {
                 Pages(2, 1, 2, 1, "mean", "first", 3),
             ]
         ),
-        ha.SparseConfig([Window(2, 1), Exact(), Pages(2, 1, 2, 1), Pages(1, 0, 1, 2, "mean", "first", 3)]),
+        ha.SparseConfig(
+            [Window(2, 1), Exact(), Pages(2, 1, 2, 1), Pages(1, 0, 1, 2, "mean", "first", 3)]
+        ),
     ],
     "trilinear": [ha.TrilinearConfig(windows=(4, 3)), ha.TrilinearConfig(form="bidaf")],
 }
 #: What is refused, by the check's name; every other refusal fails.
 REFUSES = {
-    "hype": {"by_name-.*-t5": "max_length=None means the model's max_position_embeddings, and .* has None"},
+    "hype": {
+        "by_name-.*-t5": "max_length=None means the model's max_position_embeddings, and .* has None"
+    },
     "hsa": {
         ".*-gemma2": "logits have a softcap",
         # in models without causal layers the tree has nothing to learn beside the gate
@@ -49,7 +53,9 @@ REFUSES = {
     "collaborative": {".*-(llama|mistral|gemma2|gpt_oss)": "turned by rotary positions"},
 }
 CHECKS = [
-    check for name, configs in CONFIGS.items() for check in mechanism_checks(name, *configs, refuses=REFUSES.get(name))
+    check
+    for name, configs in CONFIGS.items()
+    for check in mechanism_checks(name, *configs, refuses=REFUSES.get(name))
 ]
 #: What differs by family is tried in all of them at once.
 BY_FAMILY = ("identity", "cached", "padding")
@@ -66,14 +72,18 @@ def is_quick(check) -> bool:
         return is_first and check.family == "llama" and check.config.mechanism == "cone"
     if check.contract in ("composition", "engines"):
         return is_first and check.family == "llama"
-    if check.config.mechanism == "sparse":  # blended, it is what it is in place of the host's attention, and a gate
+    if (
+        check.config.mechanism == "sparse"
+    ):  # blended, it is what it is in place of the host's attention, and a gate
         return check.family in ("llama", "bert") and check.mode == "replace" and not check.refusal
     if check.contract in BY_FAMILY and check.mode == "blend":
         return True
     again = check.mode == "replace" and MECHANISMS[check.config.mechanism].stage in MODELESS
     if check.contract == "adapter":
         return is_first
-    return check.family in ("llama", "bert") and (not again or check.contract in ("identity", "reversal", "reload"))
+    return check.family in ("llama", "bert") and (
+        not again or check.contract in ("identity", "reversal", "reload")
+    )
 
 
 def test_every_mechanism_is_here():
@@ -81,7 +91,9 @@ def test_every_mechanism_is_here():
 
 
 @pytest.mark.parametrize(
-    "check", [c if is_quick(c) else pytest.param(c, marks=pytest.mark.slow) for c in CHECKS], ids=str
+    "check",
+    [c if is_quick(c) else pytest.param(c, marks=pytest.mark.slow) for c in CHECKS],
+    ids=str,
 )
 def test_contract(check):
     check()

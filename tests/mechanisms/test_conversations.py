@@ -110,7 +110,9 @@ def test_threads(name, cache):
         ids = texts[index : index + 1, : 20 + index].repeat(2, 1)
         mask = torch.ones_like(ids)
         mask[0, : 3 + index] = 0
-        return model.generate(ids, attention_mask=mask, past_key_values=CACHES[cache](model), **options)
+        return model.generate(
+            ids, attention_mask=mask, past_key_values=CACHES[cache](model), **options
+        )
 
     alone = list(map(write, range(6)))
     with ThreadPoolExecutor(6) as threads:
@@ -193,7 +195,9 @@ def test_a_cache_that_is_reset_begins_again():
         hf.StaticCache(config=model.config, max_cache_len=LENGTH),
     ):
         for text in drawn(3)[:, None]:
-            torch.testing.assert_close(in_steps(model, text, STEPS, cache)[0], logits(model, text), atol=1e-10, rtol=0)
+            torch.testing.assert_close(
+                in_steps(model, text, STEPS, cache)[0], logits(model, text), atol=1e-10, rtol=0
+            )
             cache.reset()
 
 
@@ -211,27 +215,45 @@ def test_rows_are_repeated_and_selected():
 
 
 def test_encoder_decoder_caches():
-    sizes = dict(vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4)
-    sizes |= dict(decoder_attention_heads=4, encoder_ffn_dim=40, decoder_ffn_dim=40, decoder_start_token_id=1)
+    sizes = dict(
+        vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4
+    )
+    sizes |= dict(
+        decoder_attention_heads=4, encoder_ffn_dim=40, decoder_ffn_dim=40, decoder_start_token_id=1
+    )
     torch.manual_seed(0)
-    stock = hf.BartForConditionalGeneration(hf.BartConfig(**sizes, init_std=0.3, forced_eos_token_id=None)).eval()
-    config = ha.HyperAttnConfig([ha.SparseConfig(SHARED)], mode="replace", layers=lambda host: host.is_causal)
+    stock = hf.BartForConditionalGeneration(
+        hf.BartConfig(**sizes, init_std=0.3, forced_eos_token_id=None)
+    ).eval()
+    config = ha.HyperAttnConfig(
+        [ha.SparseConfig(SHARED)], mode="replace", layers=lambda host: host.is_causal
+    )
     model, sources, targets = ha.patch_model(stock.double(), config), drawn(5, 9), drawn(5)
     caches = [hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache()) for _ in range(5)]
-    expected = [logits(model, s[None], decoder_input_ids=t[None]) for s, t in zip(sources, targets, strict=True)]
+    expected = [
+        logits(model, s[None], decoder_input_ids=t[None])
+        for s, t in zip(sources, targets, strict=True)
+    ]
     place = 0
     for size in STEPS:
         for index, cache in enumerate(caches):
-            call = dict(decoder_input_ids=targets[index : index + 1, place : place + size], past_key_values=cache)
+            call = dict(
+                decoder_input_ids=targets[index : index + 1, place : place + size],
+                past_key_values=cache,
+            )
             found = logits(model, sources[index : index + 1], **call)
-            torch.testing.assert_close(found, expected[index][:, place : place + size], atol=1e-10, rtol=0)
+            torch.testing.assert_close(
+                found, expected[index][:, place : place + size], atol=1e-10, rtol=0
+            )
         place += size
 
 
 def test_caches_that_round_their_keys_are_refused():
     if not hasattr(cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this Transformers quantises no cache by itself")
-    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation="quantized")
+    options = dict(
+        max_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation="quantized"
+    )
     options |= dict(cache_config=dict(backend="fp8"))
     with pytest.raises(ValueError, match="rounds its keys, was cropped .* allowed: query='own'"):
         sparse([SHARED]).generate(drawn(1), **options)
@@ -250,7 +272,9 @@ def test_a_cache_that_was_put_together_is_refused():
 
 def test_a_model_keeps_nothing_of_a_conversation():
     model, ids = sparse([SHARED]), drawn()
-    logits(model, ids[:, :4])  # The first call takes the hooks away that watch whether it reaches the mechanism.
+    logits(
+        model, ids[:, :4]
+    )  # The first call takes the hooks away that watch whether it reaches the mechanism.
     before = len(pickle.dumps(model))
     _, cache = in_steps(model, ids, [20, 1])
     with pytest.raises(RuntimeError):

@@ -108,4 +108,6 @@ def test_copies_and_files_of_the_cache_go_on(kind):
 def test_a_cache_that_keeps_all_serves_every_model():
     model, ids = llama(), drawn(2, 20)
     found = logits(model, ids, past_key_values=HierarchicalCache(patched(MADE_FOR["hsa"])))
-    torch.testing.assert_close(found, logits(model, ids, past_key_values=hf.DynamicCache()), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        found, logits(model, ids, past_key_values=hf.DynamicCache()), atol=1e-10, rtol=0
+    )

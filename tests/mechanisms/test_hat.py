@@ -45,17 +45,25 @@ def test_every_depth_has_every_layout(name):
 
 def test_patterns():
     assert counts("S SC SCCC", 3) == (0, 1, 3)
-    with pytest.raises(ValueError, match="has 3 groups; allowed: one for each of the 4 segment-wise blocks"):
+    with pytest.raises(
+        ValueError, match="has 3 groups; allowed: one for each of the 4 segment-wise blocks"
+    ):
         counts("S SC SC", 4)
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"segment_length": 0}, r"HatConfig.segment_length=0 is not allowed; allowed: numbers from 2"),
+        (
+            {"segment_length": 0},
+            r"HatConfig.segment_length=0 is not allowed; allowed: numbers from 2",
+        ),
         ({"segment_length": 1}, r"segment_length=1 is not allowed; allowed: numbers from 2"),
         ({"segment_length": 2.5}, r"segment_length=2.5 is not allowed; allowed: int"),
-        ({"layout": "I4"}, r"HatConfig.layout='I4' is not allowed; allowed: I1, I2, .*, or a pattern"),
+        (
+            {"layout": "I4"},
+            r"HatConfig.layout='I4' is not allowed; allowed: I1, I2, .*, or a pattern",
+        ),
         ({"layout": "SS C"}, r"HatConfig.layout='SS C' is not allowed"),
         ({"layout": ""}, r"HatConfig.layout='' is not allowed"),
         ({"max_length": 0}, r"max_length=0 is not allowed; allowed: numbers from 1"),

@@ -27,7 +27,10 @@ def layer_of(config=CONFIG, heads=None, **facts):
 
 
 def call_of(batch=2, queries=5, keys=5, dtype=torch.float64):
-    q, k, v = (tensor(batch, h, n, 6, seed=n + h, dtype=dtype) for h, n in ((4, queries), (2, keys), (2, keys)))
+    q, k, v = (
+        tensor(batch, h, n, 6, seed=n + h, dtype=dtype)
+        for h, n in ((4, queries), (2, keys), (2, keys))
+    )
     hidden = tensor(batch, queries, 12, seed=9, dtype=dtype)
     return HostCall(q, k, v, 0.4, True, Options(is_causal=True), hidden=hidden)
 
@@ -49,14 +52,20 @@ def test_it_is_what_the_formula_says(dtype):
     assert_close(beta, expected, 1e-12 if dtype == torch.float64 else 1e-6)
     expected = by_hand.fused(plain(call).double().tolist(), x, *numbers)
     assert_close(
-        hyper(call)[0], torch.tensor(expected, dtype=torch.float64), 1e-12 if dtype == torch.float64 else 1e-5
+        hyper(call)[0],
+        torch.tensor(expected, dtype=torch.float64),
+        1e-12 if dtype == torch.float64 else 1e-5,
     )
 
 
 def test_gradients_reach_everything():
     hyper, layer = layer_of()
     hyper, call = hyper.double(), call_of()
-    leaves = [call.hidden.requires_grad_(), call.query.requires_grad_(), call.value.requires_grad_()]
+    leaves = [
+        call.hidden.requires_grad_(),
+        call.query.requires_grad_(),
+        call.value.requires_grad_(),
+    ]
 
     def run(*_):
         return hyper(call)[0]
@@ -124,7 +133,11 @@ def test_a_checkpoint_without_it_is_patched_on_load_where_it_starts(tmp_path):
     expected = model.model.layers[1].self_attn.hyper.head_fusion.query_map.clone()
     model.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
-    save_file({n: t for n, t in load_file(weights).items() if ".hyper." not in n}, weights, {"format": "pt"})
+    save_file(
+        {n: t for n, t in load_file(weights).items() if ".hyper." not in n},
+        weights,
+        {"format": "pt"},
+    )
     with ha.fresh_patch():
         again = type(model).from_pretrained(tmp_path)
     layer = again.model.layers[1].self_attn.hyper.head_fusion
@@ -133,15 +146,23 @@ def test_a_checkpoint_without_it_is_patched_on_load_where_it_starts(tmp_path):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="HeadFusionConfig.size=0 is not allowed; allowed: numbers from 1"):
+    with pytest.raises(
+        ValueError, match="HeadFusionConfig.size=0 is not allowed; allowed: numbers from 1"
+    ):
         ha.HeadFusionConfig(size=0)
-    with pytest.raises(ValueError, match="HeadFusionConfig.spread=0 is not allowed; allowed: numbers above 0"):
+    with pytest.raises(
+        ValueError, match="HeadFusionConfig.spread=0 is not allowed; allowed: numbers above 0"
+    ):
         ha.HeadFusionConfig(spread=0)
-    with pytest.raises(ValueError, match="head_fusion reads the hidden states that enter host, .* how wide"):
+    with pytest.raises(
+        ValueError, match="head_fusion reads the hidden states that enter host, .* how wide"
+    ):
         layer_of(width=None)
     hyper, _ = layer_of()
     call = call_of(dtype=torch.float32)
-    with pytest.raises(ValueError, match="this call brought none; patch the model with patch_model"):
+    with pytest.raises(
+        ValueError, match="this call brought none; patch the model with patch_model"
+    ):
         hyper(HostCall(call.query, call.key, call.value, 0.4, True, Options()))
 
 
@@ -167,7 +188,9 @@ def test_the_record_holds_the_weights_that_were_used():
     assert_close(beta, by_hand.weights(x.detach().double().tolist(), *numbers), 1e-5)
     model(**inputs)
     assert len(record.calls["model.layers.0.self_attn"]) == 1  # nothing is kept outside
-    assert all(layer.on_weights is None for layer in model.modules() if hasattr(layer, "on_weights"))
+    assert all(
+        layer.on_weights is None for layer in model.modules() if hasattr(layer, "on_weights")
+    )
 
 
 def test_the_entropy_is_over_real_tokens_and_has_gradients():
@@ -182,7 +205,9 @@ def test_the_entropy_is_over_real_tokens_and_has_gradients():
     found.backward()
     added = [p for n, p in model.named_parameters() if ".hyper." in n]
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in added)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), the tokens of this call \(2, 11\)"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \(2, 3\), the tokens of this call \(2, 11\)"
+    ):
         record.entropy(torch.ones(2, 3))
 
 
@@ -214,7 +239,9 @@ def test_the_regulariser_under_gradient_checkpointing():
         with record_heads(model) as heads:
             loss = model(**text_inputs(), labels=text_inputs()["input_ids"]).loss
         if how:  # its first pass is without gradients
-            with pytest.raises(ValueError, match="recorded without gradients, .* use_reentrant=False"):
+            with pytest.raises(
+                ValueError, match="recorded without gradients, .* use_reentrant=False"
+            ):
                 heads.entropy()
             break
         (loss + heads.entropy()).backward()
@@ -233,14 +260,20 @@ def test_the_report():
     assert len(by_host) == 6 and by_host[2].startswith("| model.layers.0.self_attn | 0.")
     rows = usage.by_token([str(i) for i in range(11)], top=2).splitlines()
     assert len(rows) == 2 + 8 and rows[2].startswith("| `3` |")  # padding has no row
-    best = max((x, f"{n}.{h}") for n, w in enumerate(usage.weights.values()) for h, x in enumerate(w[0, 3].tolist()))
+    best = max(
+        (x, f"{n}.{h}")
+        for n, w in enumerate(usage.weights.values())
+        for h, x in enumerate(w[0, 3].tolist())
+    )
     assert f"{best[1]} ({best[0]:.2f})" in rows[2].split("|")[2]
     even = head_usage(ha.patch_model(llama(), CONFIG), **inputs)
     assert all(abs(e - 1) < 1e-5 for e in even.entropy().values())
 
 
 def test_what_is_not_patched_with_it_is_refused():
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no weights of heads; first call patch_model"):
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM has no weights of heads; first call patch_model"
+    ):
         head_usage(ha.patch_model(llama(), ha.ConeConfig()), **text_inputs())
     model = fused_llama()
     with record_heads(model) as record:

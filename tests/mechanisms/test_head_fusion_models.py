@@ -21,8 +21,13 @@ def test_the_record_inside_peft_and_the_compiler():
     model = ha.patch_model(llama(num_hidden_layers=2), CONFIG)
     perturb(model)
     expected = head_usage(model, input_ids=text_inputs()["input_ids"], use_cache=False).weights
-    for wrapped in (get_peft_model(model, ha.lora_config(model)), torch.compile(model, backend="eager")):
-        found = head_usage(wrapped.eval(), input_ids=text_inputs()["input_ids"], use_cache=False).weights
+    for wrapped in (
+        get_peft_model(model, ha.lora_config(model)),
+        torch.compile(model, backend="eager"),
+    ):
+        found = head_usage(
+            wrapped.eval(), input_ids=text_inputs()["input_ids"], use_cache=False
+        ).weights
         assert len(found) == 2
         for one, other in zip(found.values(), expected.values(), strict=True):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
@@ -42,13 +47,17 @@ def test_beside_cone_hype_and_lora(mode):
     host, other = (m.model.layers[0].self_attn for m in (model, without))
     given = {}
     for module, name in ((host, "with"), (other, "without")):
-        module.o_proj.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
+        module.o_proj.register_forward_pre_hook(
+            lambda _, args, name=name: given.update({name: args[0]})
+        )
     run(model, inputs), run(without, inputs)
     factors = 4 * record.calls["model.layers.0.self_attn"][0]
     weighed = given["without"].unflatten(-1, (4, 8)) * factors[..., None]
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(given["with"][real], weighed.flatten(-2)[real], atol=1e-5, rtol=0)
-    peft = get_peft_model(ha.unpatch_model(model) and ha.patch_model(model, *mechanisms), ha.lora_config(model))
+    peft = get_peft_model(
+        ha.unpatch_model(model) and ha.patch_model(model, *mechanisms), ha.lora_config(model)
+    )
     peft(**next_character()).loss.backward()
     assert all(p.grad is not None for n, p in peft.named_parameters() if p.requires_grad)
     ha.unpatch_model(peft.unload())
@@ -70,7 +79,9 @@ def test_cross_attention_weighs_by_what_the_decoder_reads():
 def test_a_trainer_that_keeps_heads_even(tmp_path):
     """The subclass of docs/head_fusion.md, taken from the page."""
     page = (Path(__file__).parents[2] / "docs" / "head_fusion.md").read_text()
-    source = next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class EvenHeads" in b)
+    source = next(
+        b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class EvenHeads" in b
+    )
     names = {"Trainer": hf.Trainer}
     exec(source, names)
     rows = [{"input_ids": ids, "labels": ids} for ids in next_character()["input_ids"]]

@@ -12,14 +12,28 @@ from tests.oracles import hsa
 from tests.oracles.cases import DTYPES, TOLERANCE, assert_close, qkv, tensor
 from tests.oracles.marks import first_always
 
-SIZES, N = (2, 8), 16  # all windows complete, so that the causal tree is the same continued to the right
+SIZES, N = (
+    (2, 8),
+    16,
+)  # all windows complete, so that the causal tree is the same continued to the right
 PARENTS = hsa.windows_parents(N, SIZES)
 RULE = {"near": 3, "sinks": 1, "refine_top_k": 1, "block_bias": 0.4}
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
 
 
 def inputs(kv_heads=4, n=N, m=N, dtype=torch.float64, seed=0):
-    return qkv(batch=2, heads=4, kv_heads=kv_heads, lq=n, lk=m, d=5, dv=3, seed=seed, scale=2.0, dtype=dtype)
+    return qkv(
+        batch=2,
+        heads=4,
+        kv_heads=kv_heads,
+        lq=n,
+        lk=m,
+        d=5,
+        dv=3,
+        seed=seed,
+        scale=2.0,
+        dtype=dtype,
+    )
 
 
 def brute(q, k, v, causal=False, visible=None, scale=None, rule=RULE, parents=PARENTS):
@@ -61,7 +75,9 @@ def test_key_tying_equals_brute_force(rule, causal):
 def test_a_block_bias_a_head_gets_its_gradient():
     q, k, v = inputs()
     bias = torch.tensor([0.3, -1.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
-    call = lambda b: hierarchical_attention(q, k, v, hierarchy=SIZES, tying="key", near=2, block_bias=b)
+    call = lambda b: hierarchical_attention(
+        q, k, v, hierarchy=SIZES, tying="key", near=2, block_bias=b
+    )
     expected = brute(q, k, v, rule={"near": 2, "block_bias": bias.tolist()})
     assert_close(call(bias), expected, 1e-10, "output")
     assert torch.autograd.gradcheck(call, (bias,))
@@ -72,7 +88,9 @@ def test_masks_and_causality_intersect(causal):
     q, k, v = inputs()
     mask = torch.rand(2, 4, N, N, generator=torch.Generator().manual_seed(3)) > 0.2
     mask |= torch.eye(N, dtype=torch.bool)
-    call = lambda m: hierarchical_attention(q, k, v, m, is_causal=causal, hierarchy=SIZES, tying="key", **RULE)
+    call = lambda m: hierarchical_attention(
+        q, k, v, m, is_causal=causal, hierarchy=SIZES, tying="key", **RULE
+    )
     expected = brute(q, k, v, causal, visible=mask)
     assert_close(call(mask), expected, 1e-10, "bool")
     additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
@@ -86,8 +104,15 @@ def test_padding_is_as_if_it_were_not_there(side, causal):
     real = slice(3, None) if side == "left" else slice(0, N)
     mask = torch.zeros(2, 1, 1, N + 3, dtype=torch.bool)
     mask[..., real] = True
-    got = hierarchical_attention(q, k, v, mask, is_causal=causal, hierarchy=SIZES, tying="key", **RULE)
-    assert_close(got[:, :, real], brute(q[:, :, real], k[:, :, real], v[:, :, real], causal), 1e-10, "real rows")
+    got = hierarchical_attention(
+        q, k, v, mask, is_causal=causal, hierarchy=SIZES, tying="key", **RULE
+    )
+    assert_close(
+        got[:, :, real],
+        brute(q[:, :, real], k[:, :, real], v[:, :, real], causal),
+        1e-10,
+        "real rows",
+    )
 
 
 @pytest.mark.parametrize("keys", [N + 3, N + 6])
@@ -100,8 +125,12 @@ def test_padding_under_a_mask_that_is_causal_as_well(additive, keys):
     for row, (start, stop) in enumerate(spans):
         mask[row, ..., start:stop] = True
     mask = mask & torch.ones(N + 3, keys, dtype=torch.bool).tril()
-    given = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf) if additive else mask
-    got = hierarchical_attention(q, k, v, given, is_causal=True, hierarchy=SIZES, tying="key", **RULE)
+    given = (
+        torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf) if additive else mask
+    )
+    got = hierarchical_attention(
+        q, k, v, given, is_causal=True, hierarchy=SIZES, tying="key", **RULE
+    )
     for row, (start, stop) in enumerate(spans):
         own = [t[row : row + 1, :, start:stop] for t in (q, k, v)]
         alone = hierarchical_attention(*own, is_causal=True, hierarchy=SIZES, tying="key", **RULE)
@@ -127,7 +156,13 @@ def test_hierarchies_of_every_form(tying):
     tree = Hierarchy.windows(N, SIZES)
     call = lambda h: hierarchical_attention(q, k, v, hierarchy=h, tying=tying)
     expected = call(SIZES)
-    for form in (list(SIZES), tree, tree.materialised, tree.to_ids(), tree.to_ids().repeat(2, 1, 1)):
+    for form in (
+        list(SIZES),
+        tree,
+        tree.materialised,
+        tree.to_ids(),
+        tree.to_ids().repeat(2, 1, 1),
+    ):
         assert_close(call(form), expected, 1e-12, type(form).__name__)
 
 
@@ -161,7 +196,9 @@ def test_padding_with_tying_both():
 def test_a_flat_tree_is_softmax_attention(tying):
     q, k, v = inputs(n=11, m=11)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    assert_close(hierarchical_attention(q, k, v, hierarchy=(), tying=tying), expected, 1e-12, "output")
+    assert_close(
+        hierarchical_attention(q, k, v, hierarchy=(), tying=tying), expected, 1e-12, "output"
+    )
 
 
 # dtypes, layouts
@@ -174,7 +211,9 @@ def test_dtypes(name, tying):
     q, k, v = inputs(dtype=dtype)
     rule = RULE if tying == "key" else {}
     got = hierarchical_attention(q, k, v, hierarchy=SIZES, tying=tying, **rule)
-    exact = hierarchical_attention(q.double(), k.double(), v.double(), hierarchy=SIZES, tying=tying, **rule)
+    exact = hierarchical_attention(
+        q.double(), k.double(), v.double(), hierarchy=SIZES, tying=tying, **rule
+    )
     assert got.dtype == dtype
     assert_close(got, exact, TOLERANCE[dtype], "output")
 
@@ -182,7 +221,9 @@ def test_dtypes(name, tying):
 @pytest.mark.parametrize("backend", ["torch", "rows", "native"])
 def test_backends_agree(backend):
     q, k, v = inputs(dtype=torch.float32)
-    call = lambda name: hierarchical_attention(q, k, v, hierarchy=SIZES, tying="key", backend=name, **RULE)
+    call = lambda name: hierarchical_attention(
+        q, k, v, hierarchy=SIZES, tying="key", backend=name, **RULE
+    )
     if backend == "native":
         from hf_hyperattn.mechanisms.hsa.windowed import native
 
@@ -295,7 +336,8 @@ def test_compiles_into_one_graph(name):
 
 
 @pytest.mark.parametrize(
-    "tying", [{"tying": "both"}, *({"tying": "key", **RULE, "backend": b} for b in ("torch", "rows"))]
+    "tying",
+    [{"tying": "both"}, *({"tying": "key", **RULE, "backend": b} for b in ("torch", "rows"))],
 )
 def test_autocast_rounds_nothing(tying):
     q, k, v = (t.requires_grad_() for t in inputs(dtype=torch.float32))
@@ -319,5 +361,7 @@ def test_growing_keeps_what_it_should():
         grown.evict(max(0, grown.length - 10), 4)
         held, places = grown.view(), grown.places()
         assert torch.equal(held, all_of_it[:, :, places])
-        assert {*range(min(4, grown.length)), *range(max(0, grown.length - 10), grown.length)} <= {*places.tolist()}
+        assert {*range(min(4, grown.length)), *range(max(0, grown.length - 10), grown.length)} <= {
+            *places.tolist()
+        }
         assert grown.room.shape[2] <= 40

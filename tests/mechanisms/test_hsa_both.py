@@ -21,7 +21,9 @@ INF = float("inf")
 def attention_of(logits, hierarchy, keep_diagonal=True):
     """P and ρ(root) out of `both_with_root`: the rows of S as queries, unit vectors as keys and values."""
     unit = torch.eye(len(logits), dtype=torch.float64)[None, None]
-    P, root = both_with_root(logits[None, None], unit, unit, hierarchy, 1.0, keep_diagonal=keep_diagonal)
+    P, root = both_with_root(
+        logits[None, None], unit, unit, hierarchy, 1.0, keep_diagonal=keep_diagonal
+    )
     return P[0, 0], root[0, 0]
 
 
@@ -101,7 +103,9 @@ def windows(batch, length, rng):
 
 
 def padded_windows(batch, length, rng):
-    return Hierarchy.windows(length, rng.choice([(2,), (2, 4), (3, 6, 12), (4, 16), ()]), spans(batch, length, rng))
+    return Hierarchy.windows(
+        length, rng.choice([(2,), (2, 4), (3, 6, 12), (4, 16), ()]), spans(batch, length, rng)
+    )
 
 
 def one_tree(batch, length, rng):
@@ -110,7 +114,9 @@ def one_tree(batch, length, rng):
 
 def padded_tree(batch, length, rng):
     tokens = sorted(rng.sample(range(length), max(1, length - 3)))
-    return Hierarchy.from_parents(hsa.random_parents(len(tokens), rng), torch.tensor(tokens), length=length)
+    return Hierarchy.from_parents(
+        hsa.random_parents(len(tokens), rng), torch.tensor(tokens), length=length
+    )
 
 
 def forest(batch, length, rng):
@@ -126,7 +132,11 @@ LAYOUTS = [windows, padded_windows, one_tree, padded_tree, forest]
 def test_equals_the_definition_forward_and_backward(layout, keep):
     rng = random.Random(f"{layout.__name__} {keep}")
     for trial in range(8):
-        batch, group, n = rng.choice([1, 2, 3]), rng.choice([1, 3]), rng.choice([1, 2, 5, 9, 17, 23])
+        batch, group, n = (
+            rng.choice([1, 2, 3]),
+            rng.choice([1, 3]),
+            rng.choice([1, 2, 5, 9, 17, 23]),
+        )
         hierarchy = layout(batch, n, rng)
         names = ["query", "key", "value"]
         inputs = list(qkv(batch, 2 * group, 2, n, d=4, dv=3, seed=trial, scale=2.0))
@@ -140,7 +150,11 @@ def test_equals_the_definition_forward_and_backward(layout, keep):
         inputs = [t.requires_grad_() for t in inputs]
         rest = dict(zip(names[3:], inputs[3:], strict=True))
         expected, root = dense(*inputs[:3], hierarchy, 1.3, keep, **rest)
-        q, k = inputs[:2] if "row" not in rest else with_statistics(*inputs[:2], 1.3, rest["row"], rest["column"])
+        q, k = (
+            inputs[:2]
+            if "row" not in rest
+            else with_statistics(*inputs[:2], 1.3, rest["row"], rest["column"])
+        )
         given = {"position_bias": rest.get("bias"), "keep_diagonal": keep}
         found, found_root = both_with_root(q, k, inputs[2], hierarchy, 1.3, **given)
         assert_close(found, expected, 1e-11, "output")
@@ -162,7 +176,9 @@ def test_gradcheck():
     q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, kv_heads=1, lq=7, d=2, seed=3))
     for hierarchy in (Hierarchy.windows(7, (2, 4)), one_tree(1, 7, random.Random(1))):
         for keep in (True, False):
-            call = lambda q, k, v, h=hierarchy, keep=keep: both_with_root(q, k, v, h, keep_diagonal=keep)
+            call = lambda q, k, v, h=hierarchy, keep=keep: both_with_root(
+                q, k, v, h, keep_diagonal=keep
+            )
             assert torch.autograd.gradcheck(call, (q, k, v))
 
 
@@ -178,7 +194,9 @@ def test_a_padded_row_equals_the_row_alone(side):
     out = both(q, k, v, Hierarchy.windows(21, (4, 8), mask))
     alone = both(q[1:, :, real], k[1:, :, real], v[1:, :, real], Hierarchy.windows(13, (4, 8)))
     assert_close(out[1:, :, real], alone, 1e-14, "padded row")
-    assert_close(out[:1], both(q[:1], k[:1], v[:1], Hierarchy.windows(21, (4, 8))), 1e-14, "full row")
+    assert_close(
+        out[:1], both(q[:1], k[:1], v[:1], Hierarchy.windows(21, (4, 8))), 1e-14, "full row"
+    )
     assert not out[1, :, mask[1] == 0].any()
 
 
@@ -190,14 +208,18 @@ def test_special_tokens_under_the_root_keep_attention_of_their_own():
     blocks = [[0], [1, 2], [3, 4], [5]]
     mean = lambda x: torch.stack([x[0, 0, b].mean(0) for b in blocks])
     logits = q[0, 0, 0] @ mean(k).T / 3**0.5 + torch.tensor([len(b) for b in blocks]).double().log()
-    assert_close(out[0, 0, 0], torch.softmax(logits, -1) @ mean(v), 1e-12, "row of the special token")
+    assert_close(
+        out[0, 0, 0], torch.softmax(logits, -1) @ mean(v), 1e-12, "row of the special token"
+    )
 
 
 def test_windows_equal_their_tree():
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=50, d=4)
     for sizes in ((2, 4, 16), (3, 9), (7,)):
         found = Hierarchy.windows(50, sizes)
-        assert_close(both(q, k, v, found), both(q, k, v, found.materialised), 1e-12, f"windows {sizes}")
+        assert_close(
+            both(q, k, v, found), both(q, k, v, found.materialised), 1e-12, f"windows {sizes}"
+        )
 
 
 def test_wide_families_in_blocks_of_rows(monkeypatch):
@@ -224,11 +246,15 @@ def kinds_tree():
 
 def by_node(module, tree):
     """e of every node of a tree, [H, nodes, w], read from the tables one by one."""
-    e = torch.zeros(module.tables[0].shape[1], tree.nodes, module.tables[0].shape[2], dtype=torch.float64)
+    e = torch.zeros(
+        module.tables[0].shape[1], tree.nodes, module.tables[0].shape[2], dtype=torch.float64
+    )
     rank = [0] * tree.nodes
     first = [min(x) if x else 0 for x in hsa.under(tree.parents.tolist(), tree.leaves)]
     for parent in range(tree.leaves, tree.nodes):
-        family = sorted((c for c in range(tree.nodes) if tree.parents[c] == parent), key=first.__getitem__)
+        family = sorted(
+            (c for c in range(tree.nodes) if tree.parents[c] == parent), key=first.__getitem__
+        )
         for rank, child in enumerate(family):
             name = tree.kind_names[tree.kinds[parent]]
             if name:
@@ -262,17 +288,27 @@ def test_zero_embeddings_are_the_identity_and_kindless_families_have_none():
     zero = SiblingEmbeddings({"words": 4, "patches": 4, "parts": 3}, 2, 3, std=0)
     assert_close(both(q, k, v, with_kinds, siblings=zero), plain, 0, "zero embeddings")
     some = SiblingEmbeddings({"words": 4}, 2, 3, std=1.0)
-    assert_close(both(q, k, v, Hierarchy.from_parents(parents), siblings=some), plain, 0, "no kinds")
+    assert_close(
+        both(q, k, v, Hierarchy.from_parents(parents), siblings=some), plain, 0, "no kinds"
+    )
 
 
 def test_missing_tables_are_refused():
     parents, kinds, names = kinds_tree()
     hierarchy = Hierarchy.from_parents(parents, kinds=kinds, kind_names=names)
     q, k, v = qkv(batch=1, heads=2, lq=10, d=4)
-    with pytest.raises(ValueError, match="families of kind 'patches', which have no sibling embeddings"):
+    with pytest.raises(
+        ValueError, match="families of kind 'patches', which have no sibling embeddings"
+    ):
         both(q, k, v, hierarchy, siblings=SiblingEmbeddings({"words": 4, "parts": 4}, 2, 3))
     with pytest.raises(ValueError, match="'words' has 4 children; allowed: at most 3"):
-        both(q, k, v, hierarchy, siblings=SiblingEmbeddings({"words": 3, "parts": 4, "patches": 9}, 2, 3))
+        both(
+            q,
+            k,
+            v,
+            hierarchy,
+            siblings=SiblingEmbeddings({"words": 3, "parts": 4, "patches": 9}, 2, 3),
+        )
 
 
 # The certificate.
@@ -284,9 +320,15 @@ def test_loss_of_both_is_the_divergence(layout, keep):
     q, k, _ = qkv(batch=3, heads=4, kv_heads=2, lq=13, d=4, seed=2, scale=2.0)
     hierarchy = layout(3, 13, random.Random(6))
     bias, column = tensor(1, 4, 13, 13, seed=3), tensor(3, 2, 13, seed=4)
-    features = with_statistics(q, k, 6**-0.5, torch.zeros(3, 4, 13), column)  # scaled by the root of their width
+    features = with_statistics(
+        q, k, 6**-0.5, torch.zeros(3, 4, 13), column
+    )  # scaled by the root of their width
     found = loss_both(*features, hierarchy, keep_diagonal=keep, position_bias=bias)
-    S = q @ k.repeat_interleave(2, 1).mT * 6**-0.5 + bias + column.repeat_interleave(2, 1)[:, :, None]
+    S = (
+        q @ k.repeat_interleave(2, 1).mT * 6**-0.5
+        + bias
+        + column.repeat_interleave(2, 1)[:, :, None]
+    )
     for b in range(3):
         at = hierarchy.tokens_of(b)
         logits = S[b][:, at][:, :, at]
@@ -336,7 +378,11 @@ def test_padding_is_read_from_masks(additive, causal):
         mask &= torch.ones(4, 4).tril().bool()
     mask[1, 0, 0] = True  # padded queries may see anything real
     mask[1, 0, 0, :2] = False
-    given = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if additive else mask
+    given = (
+        torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        if additive
+        else mask
+    )
     assert torch.equal(real_tokens(given, 4, causal), real)
     mask[0, 0, 3, 1] = False
     given = torch.zeros(mask.shape).masked_fill(~mask, -INF) if additive else mask

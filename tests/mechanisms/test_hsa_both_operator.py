@@ -22,7 +22,9 @@ def both_ways(inputs, hierarchy, bias, tables, keep):
     found = []
     for way in (compiled, run):
         out, root = way(*inputs[:3], hierarchy, 0.7, keep, bias, tables)
-        loss = (out * tensor(*out.shape, seed=5)).sum() + torch.where(root.isfinite(), root, 0.0).square().sum()
+        loss = (out * tensor(*out.shape, seed=5)).sum() + torch.where(
+            root.isfinite(), root, 0.0
+        ).square().sum()
         found.append((out, root, torch.autograd.grad(loss, inputs)))
     return found
 
@@ -31,10 +33,14 @@ def both_ways(inputs, hierarchy, bias, tables, keep):
 @pytest.mark.parametrize("biased", [False, True])
 def test_operator_equals_what_it_computes(layout, biased):
     rng = random.Random(layout.__name__)
-    inputs = [*qkv(batch=2, heads=4, kv_heads=2, lq=11, d=4), tensor(1, 4, 11, 11, seed=3)][: 4 if biased else 3]
+    inputs = [*qkv(batch=2, heads=4, kv_heads=2, lq=11, d=4), tensor(1, 4, 11, 11, seed=3)][
+        : 4 if biased else 3
+    ]
     inputs = [t.requires_grad_() for t in inputs]
     bias = inputs[3] if biased else None
-    (out, root, grads), (expected, wanted, slopes) = both_ways(inputs, layout(2, 11, rng), bias, None, True)
+    (out, root, grads), (expected, wanted, slopes) = both_ways(
+        inputs, layout(2, 11, rng), bias, None, True
+    )
     assert_close(out, expected, 1e-12, "output")
     assert_close(root, wanted, 1e-12, "rho")
     assert_gradients(grads, slopes, 1e-10, NAMES)
@@ -49,7 +55,9 @@ def test_operator_with_sibling_embeddings(rows):
     module = SiblingEmbeddings({"words": 4, "patches": 4, "parts": 3}, 4, 3, std=0.5).double()
     inputs = [t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=10, d=4)]
     inputs += list(module.parameters())
-    (out, _, grads), (expected, _, slopes) = both_ways(inputs, hierarchy, None, module.by_kind(), False)
+    (out, _, grads), (expected, _, slopes) = both_ways(
+        inputs, hierarchy, None, module.by_kind(), False
+    )
     assert_close(out, expected, 1e-12, "output")
     assert_gradients(grads, slopes, 1e-10, (*NAMES[:3], *module.names))
 
@@ -72,7 +80,10 @@ def test_windows_compile_into_one_graph_for_any_length():
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (9, 40):
-        inputs = [t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=length, d=4, dtype=torch.float32)]
+        inputs = [
+            t.requires_grad_()
+            for t in qkv(batch=2, heads=4, kv_heads=2, lq=length, d=4, dtype=torch.float32)
+        ]
         eager, out = run(*inputs), compiled(*inputs)
         assert_close(out, eager, 1e-6, f"output at {length}")
         grads = [torch.autograd.grad(x.square().sum(), inputs) for x in (out, eager)]
@@ -88,7 +99,9 @@ def test_trees_and_embeddings_compile_into_one_graph():
     bias = tensor(1, 1, 10, 10, seed=3, dtype=torch.float32)
 
     def run(q, k, v, bias):
-        return both_with_root(q, k, v, hierarchy, siblings=module, position_bias=bias, keep_diagonal=False)
+        return both_with_root(
+            q, k, v, hierarchy, siblings=module, position_bias=bias, keep_diagonal=False
+        )
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for a, b in zip(compiled(q, k, v, bias), run(q, k, v, bias), strict=True):
@@ -99,12 +112,17 @@ def test_key_tying_of_a_tree_compiles_into_one_graph():
     """A Hierarchy comes apart for the operator as group ids do, under a mask too."""
     torch._dynamo.reset()
     hierarchy = Hierarchy.from_parents(hsa.random_parents(10, 2))
-    inputs = [t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=10, d=4, dtype=torch.float32)]
+    inputs = [
+        t.requires_grad_()
+        for t in qkv(batch=2, heads=4, kv_heads=2, lq=10, d=4, dtype=torch.float32)
+    ]
     mask = torch.rand(10, 10, generator=torch.Generator().manual_seed(0)) > 0.3
 
     def run(q, k, v):
         rule = dict(tying="key", near=1, refine_top_k=1, enable_gqa=True)
-        return hierarchical_attention(q, k, v, mask | torch.eye(10, dtype=torch.bool), hierarchy=hierarchy, **rule)
+        return hierarchical_attention(
+            q, k, v, mask | torch.eye(10, dtype=torch.bool), hierarchy=hierarchy, **rule
+        )
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     eager, out = run(*inputs), compiled(*inputs)

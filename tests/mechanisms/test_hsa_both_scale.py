@@ -43,14 +43,23 @@ def test_float32_at_depth_twelve(kind, scale):
     """Output and ρ within 2e-4 of float64, gradients likewise; logits up to 20 at the larger scale."""
     hierarchy = HIERARCHIES[kind]()
     assert int(hierarchy.tree().depth.max()) == 12
-    exact = [t.requires_grad_() for t in qkv(batch=1, heads=2, kv_heads=1, lq=LENGTH, d=8, seed=1, scale=scale)]
+    exact = [
+        t.requires_grad_()
+        for t in qkv(batch=1, heads=2, kv_heads=1, lq=LENGTH, d=8, seed=1, scale=scale)
+    ]
     short = [t.detach().float().requires_grad_() for t in exact]
     wide = [t.detach().double().requires_grad_() for t in short]
     weight = tensor(1, 2, LENGTH, 8, seed=4)
     found = []
     for inputs in (short, wide):
         out, root = both_with_root(*inputs, hierarchy)
-        found.append([out.detach(), root.detach(), *torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs)])
+        found.append(
+            [
+                out.detach(),
+                root.detach(),
+                *torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs),
+            ]
+        )
     for name, a, b in zip(("output", "rho", "query", "key", "value"), *found, strict=True):
         assert_close(a, b, 2e-4 * max(1.0, float(b.abs().max()) if name != "output" else 1.0), name)
 
@@ -115,7 +124,10 @@ def test_half_precision_is_computed_in_float32(dtype):
 
 def test_views_as_transformers_hands_them_over():
     """Heads and length exchanged in memory, and a length that no window divides."""
-    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(batch=2, heads=6, kv_heads=3, lq=37, d=4))
+    q, k, v = (
+        t.transpose(1, 2).contiguous().transpose(1, 2)
+        for t in qkv(batch=2, heads=6, kv_heads=3, lq=37, d=4)
+    )
     hierarchy = Hierarchy.windows(37, (4, 16))
     plain = both(q.contiguous(), k.contiguous(), v.contiguous(), hierarchy)
     assert_close(both(q, k, v, hierarchy), plain, 0, "output")

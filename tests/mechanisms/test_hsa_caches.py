@@ -43,14 +43,18 @@ def test_chunks_and_steps_with_any_cache_equal_the_full_pass(family, pads):
     for name, cache in caches(model).items():
         got = stepwise(model, inputs, cache)
         assert_close(got[0], expected[0], 1e-5 * expected.abs().max(), name)
-        assert_close(got[1, pads:], expected[1, pads:], 1e-5 * expected.abs().max(), f"{name}, padded row")
+        assert_close(
+            got[1, pads:], expected[1, pads:], 1e-5 * expected.abs().max(), f"{name}, padded row"
+        )
 
 
 @every_cached
 @pytest.mark.parametrize("pads", [0, 5])
 def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
     monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.means_kept.TAKEN_BACK", 4)
-    config = HsaConfig((2, 4), near=(3, 0, 5, 1), sinks=(1, 2, 0, 1), refine_top_k=0, block_bias=(0, 0.5, -1, 0))
+    config = HsaConfig(
+        (2, 4), near=(3, 0, 5, 1), sinks=(1, 2, 0, 1), refine_top_k=0, block_bias=(0, 0.5, -1, 0)
+    )
     model = patched(family, config, sharp=2.0)
     inputs = padded(ids_of(model, 70), pads)
     expected, cache = logits(model, **inputs, use_cache=False), HierarchicalCache(model, evict=True)
@@ -59,7 +63,11 @@ def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
     assert_close(got[1, pads:], expected[1, pads:], 1e-5 * expected.abs().max(), "padded row")
     if family != "mistral":  # its layers slide, and forget by themselves
         store = cache.layers[0].store
-        assert store.has_evicted and store.tokens[0].room.shape[2] < 40 and cache.get_seq_length() == 70
+        assert (
+            store.has_evicted
+            and store.tokens[0].room.shape[2] < 40
+            and cache.get_seq_length() == 70
+        )
         with pytest.raises(ValueError, match="a crop to 10 tokens; allowed: crops to"):
             cache.crop(-60)
 
@@ -98,7 +106,9 @@ def test_sampling_with_the_cache_draws_what_it_draws_without():
     drawn = []
     for cache in ({"use_cache": False}, {"past_key_values": HierarchicalCache(model)}):
         torch.manual_seed(3)
-        drawn.append(model.generate(ids, max_new_tokens=20, do_sample=True, pad_token_id=0, **cache))
+        drawn.append(
+            model.generate(ids, max_new_tokens=20, do_sample=True, pad_token_id=0, **cache)
+        )
     assert torch.equal(*drawn)
 
 
@@ -111,7 +121,9 @@ def test_assisted_decoding_takes_tokens_back(family, evict):
     assistant = model_of(family, "sdpa", num_hidden_layers=1)
     for way in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 2}):
         cache = HierarchicalCache(model, evict=evict)
-        assert torch.equal(generate(model, inputs, past_key_values=cache, pad_token_id=0, **way), plain)
+        assert torch.equal(
+            generate(model, inputs, past_key_values=cache, pad_token_id=0, **way), plain
+        )
 
 
 @pytest.mark.parametrize("evict", [False, True])
@@ -121,7 +133,9 @@ def test_prompts_in_chunks_copies_and_longer_chats(evict):
     how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, use_cache=False, **how)
     cache = HierarchicalCache(model, evict=evict)
-    assert torch.equal(model.generate(ids, past_key_values=cache, prefill_chunk_size=7, **how), plain)
+    assert torch.equal(
+        model.generate(ids, past_key_values=cache, prefill_chunk_size=7, **how), plain
+    )
     more = torch.cat([plain, ids[:, :5]], 1)
     again = copy.deepcopy(cache)
     expected = model.generate(more, use_cache=False, **how)
@@ -137,7 +151,9 @@ def test_beams_with_a_cache_that_forgets(monkeypatch):
     inputs = {"input_ids": ids_of(model, length=20)}
     plain = generate(model, inputs, num_beams=3, use_cache=False, pad_token_id=0)
     cache = HierarchicalCache(model, evict=True)
-    assert torch.equal(generate(model, inputs, num_beams=3, past_key_values=cache, pad_token_id=0), plain)
+    assert torch.equal(
+        generate(model, inputs, num_beams=3, past_key_values=cache, pad_token_id=0), plain
+    )
     assert cache.layers[0].store.has_evicted
 
 
@@ -147,7 +163,9 @@ def test_blends_and_decoders_of_pairs_use_the_cache():
     perturb(model)
     inputs = {"input_ids": ids_of(model, length=9)}
     plain = generate(model, inputs, use_cache=False, pad_token_id=0)
-    assert torch.equal(generate(model, inputs, past_key_values=HierarchicalCache(model), pad_token_id=0), plain)
+    assert torch.equal(
+        generate(model, inputs, past_key_values=HierarchicalCache(model), pad_token_id=0), plain
+    )
     model = patched("bart", config)
     both = hf.EncoderDecoderCache(HierarchicalCache(model), hf.DynamicCache())
     plain = generate(model, inputs, use_cache=False)
@@ -161,7 +179,9 @@ def test_the_cache_computes_no_mean_twice(monkeypatch):
     logits(model, input_ids=ids[:, :32], past_key_values=cache)
     store = cache.layers[0].store
     before = [mean.room.clone() for pair in store.beside["means"].means for mean in pair]
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.windowed.key.pool", None)  # nothing is pooled anew
+    monkeypatch.setattr(
+        "hf_hyperattn.mechanisms.hsa.windowed.key.pool", None
+    )  # nothing is pooled anew
     logits(model, input_ids=ids[:, 32:], past_key_values=cache)
     after = [mean.room for pair in store.beside["means"].means for mean in pair]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -173,7 +193,9 @@ def test_half_precision_caches():
     inputs = {"input_ids": ids_of(model)}
     expected = logits(model, **inputs, use_cache=False).float()
     for name, cache in caches(model).items():
-        assert_close(stepwise(model, inputs, cache).float(), expected, 0.03 * expected.abs().max(), name)
+        assert_close(
+            stepwise(model, inputs, cache).float(), expected, 0.03 * expected.abs().max(), name
+        )
 
 
 def test_a_cache_keeps_half_precision_once():
@@ -215,7 +237,12 @@ def test_what_the_cache_refuses():
         HierarchicalCache(model).layers[0].offload()
     with pytest.raises(ValueError, match="keeps too little for this call"):
         own = Hierarchy.windows(41, (2, 8)).to_ids()
-        logits(model, input_ids=ids, past_key_values=HierarchicalCache(model, evict=True), hierarchy=own)
+        logits(
+            model,
+            input_ids=ids,
+            past_key_values=HierarchicalCache(model, evict=True),
+            hierarchy=own,
+        )
     with pytest.raises(ValueError, match="the patched model"):
         HierarchicalCache(evict=True)
 
@@ -246,7 +273,9 @@ def test_attention_weights_with_a_cache(kind):
     ids, cache = ids_of(model, length=12), caches(model)[kind]
     logits(model, input_ids=ids[:, :11], past_key_values=cache)
     with torch.no_grad():
-        last = model(input_ids=ids[:, 11:], past_key_values=cache, output_attentions=True).attentions[0]
+        last = model(
+            input_ids=ids[:, 11:], past_key_values=cache, output_attentions=True
+        ).attentions[0]
         full = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
     assert_close(last[..., :12], full[:, :, 11:], 1e-5, "weights")
     assert last.shape[3] == (64 if kind == "static" else 12) and (last[..., 12:] == 0).all()
@@ -260,7 +289,10 @@ def test_a_hierarchy_that_leaves_out_tokens_which_no_mask_hides():
     own = Hierarchy.windows(20, (2, 4), mask)
     expected = logits(model, input_ids=ids, hierarchy=own, use_cache=False)
     cache = HierarchicalCache(model)
-    got = [logits(model, input_ids=ids[:, a:b], hierarchy=own, past_key_values=cache) for a, b in ((0, 15), (15, 20))]
+    got = [
+        logits(model, input_ids=ids[:, a:b], hierarchy=own, past_key_values=cache)
+        for a, b in ((0, 15), (15, 20))
+    ]
     assert_close(torch.cat(got, 1), expected, 1e-4, "logits")
 
 
@@ -309,7 +341,10 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
     def new(heads, n):
         return torch.randn(2, heads, n, 8, generator=generator)
 
-    cache, every = LayerCache(new(2, 1), new(2, 1), KeepWindows((4, 16), 12, 9)), [new(2, 150), new(2, 150)]
+    cache, every = (
+        LayerCache(new(2, 1), new(2, 1), KeepWindows((4, 16), 12, 9)),
+        [new(2, 150), new(2, 150)],
+    )
     cache.append(*every)
     levels_of(cache, (4, 16), None)
     for step in range(140):
@@ -331,6 +366,8 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
             out = attend_evicted(query, levels, **asked)
         else:
             out, _ = attend_levels(query, levels, is_causal=True, backend="native", **asked)
-        exact, _ = key_tied(query.double(), *(t.double() for t in every), (4, 16), is_causal=True, **asked)
+        exact, _ = key_tied(
+            query.double(), *(t.double() for t in every), (4, 16), is_causal=True, **asked
+        )
         assert_close(out.double(), exact, 1e-5, f"{step}")
     assert levels.held is not None

@@ -114,7 +114,9 @@ def test_key_equals_the_cover_by_brute_force(rules, causal):
         tree, parents = random_tree(3 + 3 * seed, seed)
         S = logits(tree.leaves, seed)
         expected = hsa.key_attention(S.numpy(), parents, causal=causal, **rules)
-        assert_close(definition_key(S, tree, is_causal=causal, **rules), expected, 1e-12, f"P of tree {seed}")
+        assert_close(
+            definition_key(S, tree, is_causal=causal, **rules), expected, 1e-12, f"P of tree {seed}"
+        )
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
@@ -135,7 +137,9 @@ def test_a_window_of_one_token_is_no_block():
     tree = Tree.from_parents(hsa.windows_parents(9, (2,)))
     S = torch.tensor([0.0, 0.0, 1.0, 3.0, 2.0, 2.5, 0.0, 0.0, 50.0]).expand(9, 9)
     P = definition_key(S, tree, refine_top_k=1)
-    logits = np.array([0.0, 0.0, 2.0, 2.0, 2.0, 2.5, 0.0, 0.0, 50.0])  # of the windows, {4, 5} has the largest mean
+    logits = np.array(
+        [0.0, 0.0, 2.0, 2.0, 2.0, 2.5, 0.0, 0.0, 50.0]
+    )  # of the windows, {4, 5} has the largest mean
     assert_close(P[0], np.exp(logits) / np.exp(logits).sum(), 1e-12, "query 0")
 
 
@@ -148,7 +152,9 @@ def test_key_by_hand():
     blocks = np.array([2.5] * 4 + [5.5] * 2 + [7.0, 8.0])
     assert_close(P[7], np.exp(blocks) / np.exp(blocks).sum(), 1e-12, "query 7")
     assert_close(P[0], np.eye(8)[0], 0, "query 0")
-    P = definition_key(S, tree, is_causal=True, near=2)  # window {6, 7}: token 5 is 1 away, token 3 is 3 away
+    P = definition_key(
+        S, tree, is_causal=True, near=2
+    )  # window {6, 7}: token 5 is 1 away, token 3 is 3 away
     blocks = np.array([2.5] * 4 + [5.0, 6.0, 7.0, 8.0])
     assert_close(P[7], np.exp(blocks) / np.exp(blocks).sum(), 1e-12, "query 7, near 2")
     P = definition_key(S, tree, is_causal=True, sinks=1)
@@ -159,7 +165,9 @@ def test_key_by_hand():
     blocks = np.array([1.5, 1.5, 3.5, 3.5, 5.0, 6.0, 7.0, 8.0])
     assert_close(P[7], np.exp(blocks) / np.exp(blocks).sum(), 1e-12, "query 7, top 1")
     P = definition_key(S, tree, is_causal=True, block_bias=-INF)
-    assert_close(P[7], np.array([0.0] * 6 + [1, math.e]) / (1 + math.e), 1e-12, "query 7, blocks dropped")
+    assert_close(
+        P[7], np.array([0.0] * 6 + [1, math.e]) / (1 + math.e), 1e-12, "query 7, blocks dropped"
+    )
 
 
 def test_rules_per_head():
@@ -173,7 +181,9 @@ def test_rules_per_head():
     }
     P = definition_key(S, tree, **rules)
     for head in range(3):
-        alone = definition_key(S[:, head], tree, **{name: value[head] for name, value in rules.items()})
+        alone = definition_key(
+            S[:, head], tree, **{name: value[head] for name, value in rules.items()}
+        )
         assert_close(P[:, head], alone, 0, f"head {head}")
 
 

@@ -10,7 +10,16 @@ from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.base import HostCall, Plan
 from hf_hyperattn.mechanisms.hsa.layer import HsaLayer
-from tests.integration.models import FAMILIES, State, bert, difference, llama, perturb, run, text_inputs
+from tests.integration.models import (
+    FAMILIES,
+    State,
+    bert,
+    difference,
+    llama,
+    perturb,
+    run,
+    text_inputs,
+)
 from tests.integration.test_families import AUTO, inputs_of, logits, model_of
 from tests.oracles.cases import assert_close, qkv, tensor
 from tests.zoo.inputs import words
@@ -28,7 +37,9 @@ def test_the_layer_is_what_its_parameters_say(tying, heads, mode):
     """o + g·(o_hsa - o) on the chosen heads, with the learned block bias added to the configured one."""
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=20, d=4, dv=3, scale=2.0)
     causal = tying == "key"
-    config = HsaConfig((2, 8), near=2, refine_top_k=1, block_bias=0.5) if causal else HsaConfig((2, 8))
+    config = (
+        HsaConfig((2, 8), near=2, refine_top_k=1, block_bias=0.5) if causal else HsaConfig((2, 8))
+    )
     layer = HsaLayer(config, host(causal), mode, heads).double()
     assert all((p == 0).all() for p in layer.parameters())
     with torch.no_grad():
@@ -62,7 +73,9 @@ def test_gradients_reach_the_gate_and_the_block_bias(mode):
 def test_numbers_for_other_heads_are_refused_when_patching():
     model = llama()
     state = State(model)
-    with pytest.raises(ValueError, match=r"near has 3 numbers.*4 query heads of \S*layers.0.self_attn"):
+    with pytest.raises(
+        ValueError, match=r"near has 3 numbers.*4 query heads of \S*layers.0.self_attn"
+    ):
         patch_model(model, HsaConfig(near=(1, 2, 3)))
     with pytest.raises(ValueError, match="tying='both' ties queries too, and .* is causal"):
         patch_model(model, HsaConfig(tying="both"))
@@ -93,18 +106,26 @@ def test_a_softcap_is_refused_in_one_line():
     assert "\n" not in str(caught.value)
     model = model_of("gemma2", "eager")
     before = State(model)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn, whose logits have a softcap") as caught:
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn, whose logits have a softcap"
+    ) as caught:
         patch_model(model, SOME, mode="blend")
     assert "\n" not in str(caught.value) and before.differences(State(model)) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit", "t5", "bart", "mistral", "qwen3"])
-@pytest.mark.parametrize("config", [HsaConfig(()), HsaConfig((2, 4), tying="key", near=64)], ids=["flat", "near"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "bert", "vit", "t5", "bart", "mistral", "qwen3"]
+)
+@pytest.mark.parametrize(
+    "config", [HsaConfig(()), HsaConfig((2, 4), tying="key", near=64)], ids=["flat", "near"]
+)
 def test_identity_in_replace_mode(family, config):
     """A flat tree of either tying, and every block opened."""
     make, inputs = FAMILIES[family]
     model, inputs = make(), inputs()
-    outputs = lambda: {n: t for n, t in run(model, inputs).items() if "pooler" not in n}  # BERT pools a padded token
+    outputs = lambda: {
+        n: t for n, t in run(model, inputs).items() if "pooler" not in n
+    }  # BERT pools a padded token
     stock = outputs()
     patch_model(model, config, mode="replace")
     assert difference(outputs(), stock) < 1e-5
@@ -120,7 +141,9 @@ def test_special_scores_compose_and_others_are_refused():
     model = patch_model(bert(), squared, HsaConfig((2, 4)), mode="replace")
     assert all(t.isfinite().all() for t in run(model, inputs).values())
     for other in (ha.ConeConfig(), ha.HyperbolicConfig(aggregation="mean")):
-        with pytest.raises(ValueError, match=f"{other.mechanism} and hsa have no meaning together") as caught:
+        with pytest.raises(
+            ValueError, match=f"{other.mechanism} and hsa have no meaning together"
+        ) as caught:
             patch_model(llama(), other, HsaConfig((2, 4)), mode="replace")
         assert "\n" not in str(caught.value)
 
@@ -200,7 +223,9 @@ COMPILED = {
 SLOW = ("llama padded", "mistral padded", "bert key padded")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in COMPILED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in COMPILED]
+)
 def test_compiles_into_one_graph(name):
     make, config, padding = COMPILED[name]
     model, inputs = make(num_hidden_layers=1), text_inputs()
@@ -220,7 +245,9 @@ def test_compiles_into_one_graph(name):
 
 
 def test_what_the_compiler_cannot_have_is_refused():
-    model = patch_model(llama(num_hidden_layers=1, attention_dropout=0.1), KEY, mode="replace").train()
+    model = patch_model(
+        llama(num_hidden_layers=1, attention_dropout=0.1), KEY, mode="replace"
+    ).train()
     torch._dynamo.reset()
     with pytest.raises(Exception, match="mask and attention dropout cannot be compiled"):
         torch.compile(model, fullgraph=True, backend="eager")(**text_inputs())
@@ -239,14 +266,21 @@ def warnings_of(caplog, model, *lengths, **how):
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("saved", [False, True])
-def test_one_warning_where_rows_are_longer_than_settings_were_chosen_for(family, saved, tmp_path, caplog):
+def test_one_warning_where_rows_are_longer_than_settings_were_chosen_for(
+    family, saved, tmp_path, caplog
+):
     model = patch_model(FAMILIES[family][0](), HsaConfig((2, 4), tuned_length=10), mode="replace")
     if saved:
         model.save_pretrained(tmp_path)
         model = type(model).from_pretrained(tmp_path)
     assert warnings_of(caplog, model, 4, 10, 11) == []
     (text,) = warnings_of(caplog, model, 12, 13)
-    assert "chosen for 10 tokens" in text and "runs on 12" in text and "inject" in text and "\n" not in text
+    assert (
+        "chosen for 10 tokens" in text
+        and "runs on 12" in text
+        and "inject" in text
+        and "\n" not in text
+    )
     other = patch_model(FAMILIES[family][0](), HsaConfig((2, 4), tuned_length=10), mode="replace")
     assert len(warnings_of(caplog, other, 12)) == 1  # a warning is a model's own
 
@@ -257,7 +291,9 @@ def test_a_growing_cache_and_a_compiled_model_warn(caplog):
     with caplog.at_level("WARNING", "hf_hyperattn"):
         model.generate(torch.randint(5, 90, (1, 9)), max_new_tokens=2, do_sample=False)
         assert not caplog.records
-        model.generate(torch.randint(5, 90, (1, 9)), max_new_tokens=9, min_new_tokens=9, do_sample=False)
+        model.generate(
+            torch.randint(5, 90, (1, 9)), max_new_tokens=9, min_new_tokens=9, do_sample=False
+        )
     assert len([r for r in caplog.records if "runs on 12" in r.getMessage()]) == 1
     torch._dynamo.reset()
     model = patch_model(llama(num_hidden_layers=1), config, mode="replace")

@@ -42,7 +42,9 @@ def brute(q, k, v, sizes, start, stop, causal, near, sinks, top_k, bias=BIAS):
         logits = torch.zeros(visible.shape, dtype=torch.float64)
         logits[:, :length] = q[h] @ k[kv].T * q.shape[-1] ** -0.5
         rule = {"near": near, "sinks": sinks, "top_k": top_k, "block_bias": float(bias[h])}
-        P = key_tying.weights(logits, tree, group, visible=visible, order=list(range(start, last)), **rule)
+        P = key_tying.weights(
+            logits, tree, group, visible=visible, order=list(range(start, last)), **rule
+        )
         P[stop:] = 0
         out.append(P[:, :length] @ v[kv])
     return torch.stack(out)
@@ -64,7 +66,9 @@ def test_windows(seed):
     stop = start + count
     q, k, v = inputs(stop + spare, seed=seed)
     k = k * 0 if seed % 5 == 0 else k
-    there = Hierarchy(stop + spare, sizes=sizes, starts=torch.tensor([start]), stops=torch.tensor([stop]))
+    there = Hierarchy(
+        stop + spare, sizes=sizes, starts=torch.tensor([start]), stops=torch.tensor([stop])
+    )
     out, _ = key_tied(q, k, v, there, **rule, block_bias=BIAS, is_causal=causal)
     expected = brute(q[0], k[0], v[0], sizes, start, stop, causal, *rule.values())
     assert_close(out[0], expected, 1e-12, f"{count} tokens in {sizes}, {rule}")
@@ -120,7 +124,9 @@ def test_sliding_window_and_bias(causal):
     n, width = 37, 11
     q, k, v = inputs(n)
     bias = tensor(1, 4, n, n, seed=9)
-    out, _ = key_tied(q, k, v, (4, 8), near=2, refine_top_k=1, window=width, bias=bias, is_causal=causal)
+    out, _ = key_tied(
+        q, k, v, (4, 8), near=2, refine_top_k=1, window=width, bias=bias, is_causal=causal
+    )
     apart = torch.arange(n)[:, None] - torch.arange(n)
     seen = (apart < width) & ((apart >= 0) if causal else (apart > -width))
     last = 40 if causal else n
@@ -130,25 +136,33 @@ def test_sliding_window_and_bias(causal):
         visible = torch.zeros(n, last, dtype=torch.bool)
         visible[:, :n] = seen
         group = lambda i: key_tying.bottom_window(i, 0, last, 4)
-        P = key_tying.weights(S, key_tying.windows(0, last, (4, 8)), group, near=2, top_k=1, visible=visible)
+        P = key_tying.weights(
+            S, key_tying.windows(0, last, (4, 8)), group, near=2, top_k=1, visible=visible
+        )
         assert_close(out[0, h], P[:, :n] @ v[0, h // 2], 1e-12, f"head {h}")
 
 
-@pytest.mark.parametrize("setting", [{"near": 33}, {"refine_top_k": 33}, {"sinks": 33}, {"hierarchy": ()}])
+@pytest.mark.parametrize(
+    "setting", [{"near": 33}, {"refine_top_k": 33}, {"sinks": 33}, {"hierarchy": ()}]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_identities(setting, causal):
     """All open, or nothing to close: ordinary attention; one head of four is left as it is."""
     q, k, v = inputs(33)
     setting = {"hierarchy": (4, 8), "near": 0, **setting}
     out, _ = key_tied(q, k, v, setting.pop("hierarchy"), is_causal=causal, **setting)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=True
+    )
     assert_close(out, expected, 1e-12, "ordinary attention")
 
 
 def test_one_head_of_four_is_exact():
     q, k, v = inputs(33)
     out, _ = key_tied(q, k, v, (4, 8), near=[0, 33, 0, 0], is_causal=True)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     assert_close(out[:, 1], expected[:, 1], 1e-12, "the exact head")
     assert ((out - expected)[:, [0, 2, 3]].abs().amax((0, 2, 3)) > 1e-3).all()
 
@@ -158,12 +172,16 @@ def test_column_sink_and_scale():
     q, k, v = inputs(21)
     sink, column = tensor(4, seed=4), tensor(1, 2, 21, seed=5)
     given = {"near": 3, "sinks": 1, "refine_top_k": 1, "scale": 0.3, "sink_logit": sink}
-    out, _ = key_tied(*with_statistics(q, k, 0.3, torch.zeros(1, 4, 21), column), v, (4, 8), **given)
+    out, _ = key_tied(
+        *with_statistics(q, k, 0.3, torch.zeros(1, 4, 21), column), v, (4, 8), **given
+    )
     for h in range(4):
         S = 0.3 * q[0, h] @ k[0, h // 2].T + column[0, h // 2]
         group = lambda i: key_tying.bottom_window(i, 0, 21, 4)
         P = key_tying.weights(S, key_tying.windows(0, 21, (4, 8)), group, near=3, sinks=1, top_k=1)
-        tied = torch.full_like(S, -INF)  # the cover's own log-sum-exp, from P up to a row constant: P_ii is exact
+        tied = torch.full_like(
+            S, -INF
+        )  # the cover's own log-sum-exp, from P up to a row constant: P_ii is exact
         tied = S.diagonal() - P.diagonal().log()
         share = 1 / (1 + torch.exp(sink[h] - tied))
         assert_close(out[0, h], share[:, None] * (P @ v[0, h // 2]), 1e-11, f"head {h}")

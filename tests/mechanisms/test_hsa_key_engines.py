@@ -34,7 +34,8 @@ def test_rows_of_nothing_but_padding_and_masks_of_half_precision():
     for dtype in (torch.bfloat16, torch.float16):
         mask = tensor(64, 64, seed=3, dtype=torch.float32).to(dtype)
         got, want = (
-            hierarchical_attention(q, k, v, m, **settings | {"hierarchy": (16, 64)}) for m in (mask, mask.float())
+            hierarchical_attention(q, k, v, m, **settings | {"hierarchy": (16, 64)})
+            for m in (mask, mask.float())
         )
         assert_close(got, want, 1e-5, "output")
 
@@ -44,7 +45,9 @@ def test_a_query_that_sees_dropped_blocks_alone_has_no_gradient():
     mask = torch.ones(9, 9, dtype=torch.bool)
     mask[4, 3:] = False  # of its own window nothing
     for bias in (float("-inf"), torch.tensor([float("-inf")], requires_grad=True)):
-        out = hierarchical_attention(q, k, v, mask, hierarchy=(3,), tying="key", is_causal=True, block_bias=bias)
+        out = hierarchical_attention(
+            q, k, v, mask, hierarchy=(3,), tying="key", is_causal=True, block_bias=bias
+        )
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
         assert not out[0, 0, 4].any() and all(g.isfinite().all() for g in gradients)
 
@@ -125,14 +128,22 @@ def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
     full, _ = tied(q, k, v, sizes, **where, **rule)
     parts = []
     for a, b in ((0, 3), (3, 29), (29, 60)):
-        parts.append(tied(q[:, :, a:b], k[:, :, :b], v[:, :, :b], sizes, offset=a, **where, **rule)[0])
+        parts.append(
+            tied(q[:, :, a:b], k[:, :, :b], v[:, :, :b], sizes, offset=a, **where, **rule)[0]
+        )
     for a in range(60, 71):
         fresh = pool(k[:, :, : a + 1], v[:, :, : a + 1], sizes, **where)
         whole = [(a + 1) // w for w in sizes]  # incomplete blocks are not needed
-        kept = [(t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole))) for t in (fresh.keys, fresh.values)]
+        kept = [
+            (t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole))) for t in (fresh.keys, fresh.values)
+        ]
         levels = Levels(sizes, *kept, **where)
         counts = rule["near"], rule["sinks"], top_k
-        parts.append(attend_levels(q[:, :, a : a + 1], levels, *counts, BIAS, None, True, a, 16**-0.5, backend)[0])
+        parts.append(
+            attend_levels(
+                q[:, :, a : a + 1], levels, *counts, BIAS, None, True, a, 16**-0.5, backend
+            )[0]
+        )
     assert_close(torch.cat(parts, 2), full, 1e-12 if dtype == torch.float64 else 2e-6, "in parts")
 
 
@@ -141,7 +152,9 @@ def test_ties_go_to_the_first_block(backend):
     """All scores equal: of five closed blocks, refinement opens the first two, whatever their values."""
     k = torch.zeros(1, 1, 24, 16)
     q, v = torch.ones(1, 1, 24, 16), torch.eye(24)[None, None]
-    out, _ = key_tied(q, k, v, (4,), refine_top_k=2, block_bias=-1.0, is_causal=True, backend=backend)
+    out, _ = key_tied(
+        q, k, v, (4,), refine_top_k=2, block_bias=-1.0, is_causal=True, backend=backend
+    )
     last = out[0, 0, -1]
     assert_close(last[:8], last[20].expand(8), 1e-7, "tokens")
     assert_close(last[8:20] / last[0], torch.full((12,), 1 / torch.e), 1e-6, "blocks")
@@ -172,8 +185,16 @@ def test_of_equal_scores_the_first_blocks_are_opened(backend, sizes, kind):
     for near, sinks, top_k in ((0, 0, 1), (6, 5, 2), (0, 3, 7), (0, 0, 33), (5, 0, 60)):
         rule = {"near": near, "sinks": sinks, "refine_top_k": top_k}
         rows = [t[0].double() for t in (query, key, value)]
-        expected = brute(*rows, sizes, 3, length, True, near, sinks, top_k, bias=torch.tensor([-1.0]))
-        rule |= {"starts": starts, "stops": stops, "block_bias": -1.0, "is_causal": True, "backend": backend}
+        expected = brute(
+            *rows, sizes, 3, length, True, near, sinks, top_k, bias=torch.tensor([-1.0])
+        )
+        rule |= {
+            "starts": starts,
+            "stops": stops,
+            "block_bias": -1.0,
+            "is_causal": True,
+            "backend": backend,
+        }
         out, _ = tied(query, key, value, sizes, **rule)
         assert_close(out[0], expected, 1e-5, f"{near}, {sinks}, {top_k}")
 
@@ -185,7 +206,11 @@ def test_blocks_of_rows_change_nothing(monkeypatch, causal, top_k):
     leaves = [tensor(2, h, 47, e, seed=i) for i, (h, e) in enumerate(((4, 5), (2, 5), (2, 3)))]
     leaves += [tensor(4, seed=4), tensor(4, seed=5)]
     q, k, v, bias, sink = (t.requires_grad_() for t in leaves)
-    rule = {"near": [3, 5, 3, 100], "sinks": [1, 0, 1, 2], "refine_top_k": [top_k, top_k, 0, top_k // 2]}
+    rule = {
+        "near": [3, 5, 3, 100],
+        "sinks": [1, 0, 1, 2],
+        "refine_top_k": [top_k, top_k, 0, top_k // 2],
+    }
     rule |= {"starts": torch.tensor([0, 1]), "is_causal": causal}
     grad = tensor(2, 4, 47, 3, seed=7)
     found = []
@@ -217,9 +242,14 @@ def test_gradients_in_float32_near_float64(backend, seed):
 
 
 def test_gradcheck():
-    leaves = [tensor(*shape, seed=i).requires_grad_() for i, shape in enumerate([(1, 2, 13, 3)] * 3 + [(2,), (2,)])]
+    leaves = [
+        tensor(*shape, seed=i).requires_grad_()
+        for i, shape in enumerate([(1, 2, 13, 3)] * 3 + [(2,), (2,)])
+    ]
     rule = {"near": 2, "sinks": 1, "refine_top_k": 1, "is_causal": True}
-    call = lambda q, k, v, bias, sink: key_tied(q, k, v, (2, 4), block_bias=bias, sink_logit=sink, **rule)[0]
+    call = lambda q, k, v, bias, sink: key_tied(
+        q, k, v, (2, 4), block_bias=bias, sink_logit=sink, **rule
+    )[0]
     assert torch.autograd.gradcheck(call, leaves)
 
 
@@ -233,7 +263,9 @@ def test_half_precision_is_computed_in_float32(backend):
     assert out.dtype == torch.float32 and torch.equal(out, same)
 
 
-HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+HALVES = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"]
+)
 
 
 @pytest.mark.skipif(library.core() is None, reason="no compiler, or turned off")
@@ -249,7 +281,10 @@ def test_tokens_in_half_precision_are_read_as_the_same_numbers(seed, both, dtype
         rule["refine_top_k"] = 0
     wide = pool(*low, sizes, **where)
     kept = Levels(sizes, (low[0], *wide.keys[1:]), (low[1], *wide.values[1:]), **where)
-    found = [attend_levels(q, levels, **rule, backend="native")[0].nan_to_num(7.0) for levels in (wide, kept)]
+    found = [
+        attend_levels(q, levels, **rule, backend="native")[0].nan_to_num(7.0)
+        for levels in (wide, kept)
+    ]
     assert torch.equal(*found), (sizes, rule)
 
 
@@ -275,7 +310,13 @@ def test_one_operator_for_the_compiler(backend):
 @pytest.mark.skipif(library.core() is None, reason="no compiler, or turned off")
 def test_threads_and_runs_agree_to_the_bit():
     q, k, v, _, _ = some_call(4)
-    rule = {"near": 5, "sinks": 1, "refine_top_k": 3, "is_causal": True, "offset": k.shape[2] - q.shape[2]}
+    rule = {
+        "near": 5,
+        "sinks": 1,
+        "refine_top_k": 3,
+        "is_causal": True,
+        "offset": k.shape[2] - q.shape[2],
+    }
     first, _ = key_tied(q, k, v, (16, 64), **rule)
     threads = torch.get_num_threads()
     try:
@@ -291,18 +332,24 @@ def test_memory_grows_with_the_length_not_its_square(backend):
     """The largest buffer at 8,192 tokens, forward and backward, is far below one matrix of all pairs."""
     from torch.profiler import ProfilerActivity, profile
 
-    leaves = [tensor(1, 1, 8192, 16, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)]
+    leaves = [
+        tensor(1, 1, 8192, 16, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)
+    ]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         out, _ = key_tied(*leaves, (16, 64, 256), near=64, sinks=4, is_causal=True, backend=backend)
         torch.autograd.grad(out.sum(), leaves)
-    sizes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [
+        e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
     assert max(sizes) < 8192 * 8192 * 4 / 16
 
 
 @pytest.mark.slow
 def test_a_long_training_step_keeps_little_memory():
     """Blocks of a causal call differ in size, and an allocator that finds no place for them again keeps gigabytes."""
-    leaves = [tensor(1, 8, 4096, 64, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)]
+    leaves = [
+        tensor(1, 8, 4096, 64, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)
+    ]
     with PeakMemory() as memory:
         out, _ = key_tied(*leaves, (16, 64, 256), near=1, is_causal=True, backend="torch")
         torch.autograd.grad(out.sum(), leaves)
@@ -317,7 +364,9 @@ def test_nan_behind_the_queries_does_not_act(backend, sizes, near):
     rule = {"near": near, "sinks": 2, "refine_top_k": 1, "is_causal": True, "backend": backend}
     found = []
     for length in (36, 64):
-        q, k, v = (tensor(1, 1, 64, 16, seed=i, dtype=torch.float32)[:, :, :length] for i in range(3))
+        q, k, v = (
+            tensor(1, 1, 64, 16, seed=i, dtype=torch.float32)[:, :, :length] for i in range(3)
+        )
         k[:, :, 36:] = v[:, :, 36:] = float("nan")
         leaves = [t.requires_grad_() for t in (q[:, :, :36], k, v)]
         out, _ = key_tied(*leaves, sizes, **rule)
@@ -352,7 +401,9 @@ def test_nan_behind_a_mask_and_in_padding_does_not_act():
             t[:, :, 30] = bad
         leaves = [t.requires_grad_() for t in leaves]
         real = torch.arange(40).ge(6) & torch.arange(40).ne(30)
-        out = hierarchical_attention(*leaves, mask, hierarchy=groups, tying="key", near=3, refine_top_k=1)
+        out = hierarchical_attention(
+            *leaves, mask, hierarchy=groups, tying="key", near=3, refine_top_k=1
+        )
         grads = torch.autograd.grad(out[:, :, real].cos().sum(), leaves)
         found.append([t[:, :, real] for t in (out, *grads)])
     for name, a, b in zip(("output", "query", "key", "value"), *found, strict=True):
@@ -384,7 +435,9 @@ def test_bfloat16_near_float64(seed):
     """Where the CPU multiplies bfloat16, weights of tokens are rounded to it, by 2^-9 at most; gradients are not."""
     sizes, top_k = [(4, 16), (16, 64), (5, 20)][seed % 3], seed % 3
     rule = {"near": 7, "sinks": 2, "refine_top_k": top_k, "is_causal": True, "block_bias": 0.5}
-    leaves = [tensor(2, h, 150, 64, seed=10 * seed + h, dtype=torch.float32).bfloat16() for h in (4, 2, 2)]
+    leaves = [
+        tensor(2, h, 150, 64, seed=10 * seed + h, dtype=torch.float32).bfloat16() for h in (4, 2, 2)
+    ]
     q, k, v = (t.requires_grad_() for t in leaves)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     queries = 150 if seed < 3 else 3
@@ -403,14 +456,22 @@ def test_bfloat16_near_float64(seed):
 def test_sinks_and_biases_in_half_precision():
     """As layers in bfloat16 give them to the kernel, with and without windows."""
     q, k, v = (tensor(1, 4, 20, 32, seed=i, dtype=torch.float32) for i in range(3))
-    sink, bias = tensor(4, seed=3, dtype=torch.float32).bfloat16(), tensor(4, seed=4, dtype=torch.float32).bfloat16()
+    sink, bias = (
+        tensor(4, seed=3, dtype=torch.float32).bfloat16(),
+        tensor(4, seed=4, dtype=torch.float32).bfloat16(),
+    )
     for sizes in ((4,), ()):
         rule = {"near": 2, "is_causal": True, "backend": "native"}
         found = attend_levels(q, pool(k, v, sizes), sink_logit=sink, block_bias=bias, **rule)[0]
-        wide = attend_levels(q, pool(k, v, sizes), sink_logit=sink.float(), block_bias=bias.float(), **rule)[0]
+        wide = attend_levels(
+            q, pool(k, v, sizes), sink_logit=sink.float(), block_bias=bias.float(), **rule
+        )[0]
         assert torch.equal(found, wide)
         low = [t.bfloat16() for t in (q, k, v)]
-        got, want = (key_tied(*x, sizes, sink_logit=sink, block_bias=bias, **rule)[0] for x in (low, [q, k, v]))
+        got, want = (
+            key_tied(*x, sizes, sink_logit=sink, block_bias=bias, **rule)[0]
+            for x in (low, [q, k, v])
+        )
         assert_close(got, want, 3e-2, f"{sizes}")
 
 
@@ -426,5 +487,7 @@ def test_both_passes_open_the_same_of_equal_blocks(seed):
     g[:, :, 64:] = torch.randn(1, 1, 1, 48)
     (dv,) = torch.autograd.grad(out, v, g)
     assert_close((dv * v).sum(), (g * out).sum(), 1e-4, "sum")
-    step = key_tied(q[:, :, -1:], k, v, (4, 16), refine_top_k=2, is_causal=True, near=2, offset=n - 1)[0]
+    step = key_tied(
+        q[:, :, -1:], k, v, (4, 16), refine_top_k=2, is_causal=True, near=2, offset=n - 1
+    )[0]
     assert_close(step, out[:, :, -1:], 1e-5, "one query")

@@ -35,7 +35,9 @@ def test_padding_at_the_end_of_every_row(family):
         alone = logits(model, input_ids=ids[row : row + 1, :length], use_cache=False)[0]
         assert_close(whole[row, :length], alone, 1e-5 * alone.abs().max(), f"row {row}")
         if family not in WINDOWED:
-            assert_close(by_hand[row, :length], alone, 1e-5 * alone.abs().max(), f"row {row}, a mask by hand")
+            assert_close(
+                by_hand[row, :length], alone, 1e-5 * alone.abs().max(), f"row {row}, a mask by hand"
+            )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -62,7 +64,9 @@ def test_more_padding_than_the_first_chunk_has_tokens(family):
     for name, cache in caches(model).items():
         got = stepwise(model, inputs, cache, parts=(0, 7, 14, 21, 30))
         assert_close(got[0], expected[0], 1e-5 * expected.abs().max(), name)
-        assert_close(got[1, 12:], expected[1, 12:], 1e-5 * expected.abs().max(), f"{name}, padded row")
+        assert_close(
+            got[1, 12:], expected[1, 12:], 1e-5 * expected.abs().max(), f"{name}, padded row"
+        )
 
 
 def test_a_cache_that_forgets_waits_for_the_first_token_of_every_row(monkeypatch):
@@ -82,7 +86,9 @@ def test_groups_do_not_change_as_a_prompt_comes_in_chunks(family, pads):
     """A group of 3 that only one token of is there yet, beside a token that is a group of its own."""
     model = patched(family, sharp=2.0, **WINDOWED.get(family, {}))
     inputs = padded(ids_of(model), pads)
-    groups = torch.stack([torch.arange(41) // 7, torch.arange(41) // 3], -1).expand(2, -1, -1).clone()
+    groups = (
+        torch.stack([torch.arange(41) // 7, torch.arange(41) // 3], -1).expand(2, -1, -1).clone()
+    )
     groups[1, :pads] = -1
     inputs["hierarchy"] = groups
     expected = logits(model, **inputs, use_cache=False)
@@ -94,4 +100,6 @@ def test_groups_do_not_change_as_a_prompt_comes_in_chunks(family, pads):
             got.append(logits(model, **part, past_key_values=cache))
         got = torch.cat(got, 1)
         assert_close(got[0], expected[0], 1e-5 * expected.abs().max(), name)
-        assert_close(got[1, pads:], expected[1, pads:], 1e-5 * expected.abs().max(), f"{name}, padded row")
+        assert_close(
+            got[1, pads:], expected[1, pads:], 1e-5 * expected.abs().max(), f"{name}, padded row"
+        )

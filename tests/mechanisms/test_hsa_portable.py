@@ -20,13 +20,18 @@ def call(seed: int, tying: str, is_causal: bool):
     n, groups = pick.randint(3, 40), pick.choice([2, 4])
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     ones = torch.ones(n, n, dtype=torch.bool)
-    real, kind = torch.ones(BATCH, n, dtype=torch.bool), pick.choice(["none", "left", "scattered", "window", "packed"])
+    real, kind = (
+        torch.ones(BATCH, n, dtype=torch.bool),
+        pick.choice(["none", "left", "scattered", "window", "packed"]),
+    )
     if kind == "scattered":
         real[1] = torch.rand(n, generator=generator) < 0.7
         real[1, pick.randrange(n)] = True
     if kind in ("left", "scattered"):
         real[0, : pick.randrange(n)] = False
-    mask = None if kind == "none" else (real[:, None, None, :] & (ones.tril() if is_causal else ones))
+    mask = (
+        None if kind == "none" else (real[:, None, None, :] & (ones.tril() if is_causal else ones))
+    )
     if kind == "window" and is_causal:
         mask = (ones.tril() & ~ones.tril(-4)).expand(BATCH, 1, n, n)
     if kind == "packed" and tying == "key":
@@ -36,9 +41,18 @@ def call(seed: int, tying: str, is_causal: bool):
     rule = Rule("both", pick.choice([True, False]))
     if tying == "key":
         top_k = (1, 2, 0, 3) if is_causal else 0
-        rule = Rule("key", True, (pick.randint(0, 5), 0, 3, 1), (1, 0, 2, pick.randint(0, 3)), top_k, normal(HEADS))
+        rule = Rule(
+            "key",
+            True,
+            (pick.randint(0, 5), 0, 3, 1),
+            (1, 0, 2, pick.randint(0, 3)),
+            top_k,
+            normal(HEADS),
+        )
         if pick.random() < 0.5:  # the same for all heads
-            rule = Rule("key", True, pick.randint(0, 5), pick.randint(0, 3), 2 if is_causal else 0, 0.25)
+            rule = Rule(
+                "key", True, pick.randint(0, 5), pick.randint(0, 3), 2 if is_causal else 0, 0.25
+            )
     options = Options(
         mask,
         normal(1, HEADS, n, n) if pick.random() < 0.3 else None,
@@ -57,8 +71,14 @@ def test_agrees_with_trees(tying, is_causal):
         query, key, value, options, request, real = call(seed, tying, is_causal)
         assert portable.supports(query, key, options, request)
         expected = tied(query, key, value, options, request)
-        for got, want in zip(portable.attend(query, key, value, options, request), expected, strict=True):
-            assert ((got - want) * real[:, None, :, None]).abs().max() < 1e-9, (seed, options, request)
+        for got, want in zip(
+            portable.attend(query, key, value, options, request), expected, strict=True
+        ):
+            assert ((got - want) * real[:, None, :, None]).abs().max() < 1e-9, (
+                seed,
+                options,
+                request,
+            )
 
 
 def test_a_mask_that_tying_both_forbids_gives_no_numbers():
@@ -76,8 +96,12 @@ class OverTrees(torch.nn.Module):
 
 def test_onnx_refuses_trees(monkeypatch):
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
-    with pytest.raises(ValueError, match="exported to ONNX over windows alone; allowed: no hierarchy=") as caught:
-        torch.export.export(OverTrees(), (torch.randn(1, 2, 8, 4), torch.arange(8)[None, :, None] // 4))
+    with pytest.raises(
+        ValueError, match="exported to ONNX over windows alone; allowed: no hierarchy="
+    ) as caught:
+        torch.export.export(
+            OverTrees(), (torch.randn(1, 2, 8, 4), torch.arange(8)[None, :, None] // 4)
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -85,5 +109,9 @@ def test_what_is_left_to_the_operator():
     query, key, _, _, request, _ = call(0, "key", False)
     refine = Rule("key", refine_top_k=2)
     assert not portable.supports(query, key, Options(), Request(request.hierarchy, refine, False))
-    assert not portable.supports(query[:, :, -1:], key, Options(), Request(request.hierarchy, refine, True))
-    assert not portable.supports(query, key, Options(), Request(torch.zeros(2, 3, 1), request.rule, False))
+    assert not portable.supports(
+        query[:, :, -1:], key, Options(), Request(request.hierarchy, refine, True)
+    )
+    assert not portable.supports(
+        query, key, Options(), Request(torch.zeros(2, 3, 1), request.rule, False)
+    )

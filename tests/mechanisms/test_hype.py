@@ -39,7 +39,9 @@ def test_the_past_is_penalised_by_sinh_and_both_sides_by_cosh():
     assert sinh[10] == 0 and cosh[10] == 0
     assert (sinh[:10] < 0).all() and (sinh.diff() > 0).all()
     assert (cosh[:10] < 0).all() and (cosh[11:] < 0).all()
-    torch.testing.assert_close(cosh, cosh.flip(0))  # a vector's last entries are computed by other instructions
+    torch.testing.assert_close(
+        cosh, cosh.flip(0)
+    )  # a vector's last entries are computed by other instructions
     assert sinh[0].item() == pytest.approx(-2 * math.sinh(1.0), rel=1e-6)
 
 
@@ -48,7 +50,9 @@ def test_the_nearest_key_gets_the_most_weight(backend):
     """With equal dot products the bias decides alone."""
     zeros = torch.zeros(1, 1, LONG, 4)
     value = torch.eye(LONG)[None, None]
-    weights = hype_attention(zeros, zeros, value, is_causal=True, mu=0.05, tau=6.0, backend=backend)[0, 0]
+    weights = hype_attention(
+        zeros, zeros, value, is_causal=True, mu=0.05, tau=6.0, backend=backend
+    )[0, 0]
     for row in range(2, LONG):
         assert (weights[row, : row + 1].diff() > 0).all()
 
@@ -89,7 +93,9 @@ def test_output_is_the_definition(backend, form, lq, lk, causal):
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=lq, lk=lk, d=3, dv=5)
     mu, tau = per_head(4)
     expected = loops.attention(q, k, v, None, causal, mu=mu, tau=tau, form=form)
-    got = hype_attention(q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
+    got = hype_attention(
+        q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend
+    )
     assert_close(got, expected, 1e-9, "output")
 
 
@@ -113,10 +119,18 @@ def test_positions_are_the_callers(backend, form):
     q, k, v = qkv(batch=2, heads=2, lq=LONG, lk=21, d=4)
     at = torch.randperm(60)[:LONG], torch.stack([torch.randperm(60)[:21], torch.arange(21) * 2 + 5])
     setting = dict(mu=torch.tensor([0.03, 0.01]), tau=torch.tensor([4.0, 9.0]), form=form)
-    expected = loops.attention(q, k, v, query_positions=at[0].numpy(), key_positions=at[1].numpy(), **setting)
+    expected = loops.attention(
+        q, k, v, query_positions=at[0].numpy(), key_positions=at[1].numpy(), **setting
+    )
     for shift in (0, 10**15, 0.5):
         got = hype_attention(
-            q, k, v, query_positions=at[0] + shift, key_positions=at[1] + shift, backend=backend, **setting
+            q,
+            k,
+            v,
+            query_positions=at[0] + shift,
+            key_positions=at[1] + shift,
+            backend=backend,
+            **setting,
         )
         assert_close(got, expected, 1e-9 if shift != 0.5 else 1e-7, f"shift {shift}")
 
@@ -125,7 +139,9 @@ def test_positions_are_the_callers(backend, form):
 def test_tau_zero_is_plain_attention(backend):
     q, k, v = qkv(lq=LONG, d=8)
     plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert_close(hype_attention(q, k, v, is_causal=True, mu=0.1, tau=0.0, backend=backend), plain, 1e-12)
+    assert_close(
+        hype_attention(q, k, v, is_causal=True, mu=0.1, tau=0.0, backend=backend), plain, 1e-12
+    )
 
 
 @every_way

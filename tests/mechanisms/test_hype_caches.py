@@ -17,7 +17,9 @@ def test_padding_in_the_middle_does_not_count(family):
     model = steep(family)
     ids = ids_of(model)
     exact = logits(model, input_ids=ids)
-    hole = torch.cat([ids[:, :5], torch.full((2, 3), model.config.pad_token_id or 0), ids[:, 5:]], 1)
+    hole = torch.cat(
+        [ids[:, :5], torch.full((2, 3), model.config.pad_token_id or 0), ids[:, 5:]], 1
+    )
     mask = torch.ones_like(hole)
     mask[:, 5:8] = 0
     where = dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))

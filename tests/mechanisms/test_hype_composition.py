@@ -48,11 +48,18 @@ def test_it_is_added_to_any_score(other, mode, causal):
 def test_key_tied_attention_takes_its_columns(family):
     """With everything near it is HyPE alone; with windows, caches and padding make no difference."""
     near, tied = (
-        patch_model(model_of(family, "eager"), HypeConfig(**STEEP), ha.HsaConfig(windows=(2,), **how), mode="replace")
+        patch_model(
+            model_of(family, "eager"),
+            HypeConfig(**STEEP),
+            ha.HsaConfig(windows=(2,), **how),
+            mode="replace",
+        )
         for how in (dict(near=100), dict(near=2, sinks=1, refine_top_k=1))
     )
     inputs = {"input_ids": ids_of(near)}
-    torch.testing.assert_close(logits(near, **inputs), logits(steep(family), **inputs), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logits(near, **inputs), logits(steep(family), **inputs), atol=1e-5, rtol=0
+    )
     assert (logits(tied, **inputs) - logits(near, **inputs)).abs().max() > 1e-4
     plain = generate(tied, inputs, use_cache=False)
     assert torch.equal(generate(tied, inputs), plain)
@@ -68,7 +75,13 @@ def test_softcap_and_sinks_come_before_the_bias_and_stay():
     q, k, v = (torch.randn(2, 4, 40, 6) for _ in range(3))
     sinks = torch.randn(4)
     out, _ = hyper(HostCall(q, k, v, 2.0, True, Options(is_causal=True, softcap=1.5, sinks=sinks)))
-    bias = hype_bias(torch.arange(40), torch.arange(40), mu=STEEP["mu"], tau=torch.tensor(STEEP["tau"]), form="sinh")
+    bias = hype_bias(
+        torch.arange(40),
+        torch.arange(40),
+        mu=STEEP["mu"],
+        tau=torch.tensor(STEEP["tau"]),
+        form="sinh",
+    )
     total = 1.5 * torch.tanh(2.0 * q @ k.mT / 1.5) + bias
     total = total.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -torch.inf)
     total = torch.cat([total, sinks[:, None, None].expand(2, 4, 40, 1)], -1)

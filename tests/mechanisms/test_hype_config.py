@@ -39,7 +39,9 @@ def test_bad_configs_are_refused_in_one_line(what):
 @pytest.mark.parametrize("name", ["mu", "tau", "slopes"])
 def test_numbers_for_another_count_of_heads_are_refused(name):
     state = State(model := llama())
-    with pytest.raises(ValueError, match=f"HypeConfig.{name} has 3 numbers; allowed: one, or one for each of the 4"):
+    with pytest.raises(
+        ValueError, match=f"HypeConfig.{name} has 3 numbers; allowed: one, or one for each of the 4"
+    ):
         patch_model(model, HypeConfig(**{name: (1.0, 2.0, 3.0)}))
     assert state.differences(State(model)) == []
 
@@ -50,7 +52,10 @@ UNEQUAL = {"is_causal": False, "key": torch.zeros(1, 4, 11, 8), "value": torch.z
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"keywords": {"indices": torch.zeros(1, 9, 2)}}, "in that.host, where an indexer chooses the keys"),
+        (
+            {"keywords": {"indices": torch.zeros(1, 9, 2)}},
+            "in that.host, where an indexer chooses the keys",
+        ),
         (UNEQUAL, "which of 11 keys are those of the 9 queries in that.host"),
     ],
     ids=["indexer", "two lengths"],
@@ -59,6 +64,9 @@ def test_calls_without_an_order_are_refused(changes, message):
     host = Host("that.host", heads=4, kv_heads=4, is_causal=True, is_cross=False, layer_index=0)
     hyper = Hyper(ha.HyperAttnConfig([HypeConfig(mu=0.1)], mode="replace"), host)
     x = torch.randn(1, 4, 9, 8)
-    call = dict(query=x, key=x, value=x, scale=1.0, is_causal=True, options=Options(), keywords={}) | changes
+    call = (
+        dict(query=x, key=x, value=x, scale=1.0, is_causal=True, options=Options(), keywords={})
+        | changes
+    )
     with pytest.raises(ValueError, match=message):
         hyper(HostCall(**call))

@@ -21,7 +21,9 @@ def test_gradcheck(backend, form, lq):
     inputs = [t.clone().requires_grad_() for t in (q, k, v, mu, tau)]
 
     def run(q, k, v, mu, tau):
-        return hype_attention(q, k, v, is_causal=True, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
+        return hype_attention(
+            q, k, v, is_causal=True, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend
+        )
 
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
@@ -53,9 +55,13 @@ def test_half_precision_gradients_take_the_way_that_is_exact_enough(form, dtype)
 
     def grads(dtype, backend):
         wide = torch.promote_types(dtype, torch.float32)
-        inputs = [t.detach().clone().to(dtype) for t in (q, k, v)] + [t.clone().to(wide) for t in (mu, tau)]
+        inputs = [t.detach().clone().to(dtype) for t in (q, k, v)] + [
+            t.clone().to(wide) for t in (mu, tau)
+        ]
         inputs = [t.requires_grad_() for t in inputs]
-        out = hype_attention(*inputs[:3], is_causal=True, mu=inputs[3], tau=inputs[4], form=form, backend=backend)
+        out = hype_attention(
+            *inputs[:3], is_causal=True, mu=inputs[3], tau=inputs[4], form=form, backend=backend
+        )
         return torch.autograd.grad(out.double().square().sum(), inputs)
 
     exact = grads(torch.float64, "reference")
@@ -69,12 +75,16 @@ def test_half_precision_gradients_take_the_way_that_is_exact_enough(form, dtype)
 
 
 @every_form
-@given(seed=st.integers(0, 10_000), lq=st.integers(1, 30), lk=st.integers(1, 30), causal=st.booleans())
+@given(
+    seed=st.integers(0, 10_000), lq=st.integers(1, 30), lk=st.integers(1, 30), causal=st.booleans()
+)
 def test_all_ways_agree(form, seed, lq, lk, causal):
     q, k, v = qkv(batch=2, heads=2, kv_heads=1, lq=lq, lk=lk, d=5, seed=seed)
     mu, tau = (t.abs() + 0.01 for t in (tensor(2, seed=seed) * 0.1, tensor(2, seed=seed + 1) * 5))
     outs = [
-        hype_attention(q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
+        hype_attention(
+            q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend
+        )
         for backend in WAYS
     ]
     for out in outs[1:]:

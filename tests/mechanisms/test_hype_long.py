@@ -45,7 +45,11 @@ def exact(form, mu, tau):
 
 def within(got, expected, form):
     """The largest error where the pair is visible, and as a part of max(1, |bias|)."""
-    seen = torch.arange(LENGTH) <= ROWS[:, None] if form == "sinh" else torch.ones(1, 1, dtype=torch.bool)
+    seen = (
+        torch.arange(LENGTH) <= ROWS[:, None]
+        if form == "sinh"
+        else torch.ones(1, 1, dtype=torch.bool)
+    )
     error = (got.double() - expected).abs() * seen
     return error.max().item(), (error / expected.abs().clamp_min(1.0)).max().item()
 
@@ -83,7 +87,12 @@ def test_the_engines_tile_in_float32(form):
 @every_form
 @pytest.mark.parametrize(
     "dtype, learned",
-    [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False), (torch.float16, False)],
+    [
+        (torch.float32, True),
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.float16, False),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dotted", [False, True], ids=["alone", "beside a dot product"])
@@ -100,7 +109,9 @@ def test_columns(form, dtype, dotted, learned):
     bias = logits.double() - q[0, :, ROWS].double() @ k[0].double().mT * 0.125
     expected = exact(form, mu, tau)
     if not learned:
-        bias = bias - bias.gather(-1, ROWS[None, :, None].expand(2, -1, 1))  # the diagonal, where the bias is 0
+        bias = bias - bias.gather(
+            -1, ROWS[None, :, None].expand(2, -1, 1)
+        )  # the diagonal, where the bias is 0
     assert within(bias, expected, form)[0] <= COLUMNS[form, dtype]
 
 
@@ -123,7 +134,9 @@ def test_columns_are_offered_where_they_are_exact_enough(form):
 
     assert offered(1.0, 8192) and offered(0.5, 16384, 16384) and offered(0.25, 32768, 32768)
     assert offered(1.0, 8192, made_for=131072)
-    assert not offered(4.0, 8192) and not offered(1.0, 10 * LENGTH) and not offered(1.0, 1000 * LENGTH)
+    assert (
+        not offered(4.0, 8192) and not offered(1.0, 10 * LENGTH) and not offered(1.0, 1000 * LENGTH)
+    )
     assert not fits(torch.tensor([1e30]), torch.tensor([1.0]), 8192.0, form)
 
 
@@ -147,7 +160,9 @@ def test_columns_of_a_long_range_stay_in_range(dtype):
     """tau = 1e7 at mu = 1e-7 is a slope of 1 a token; its factor alone is beyond float16."""
     q, k, v = (torch.randn(1, 2, 200, 32, dtype=torch.float64).to(dtype) for _ in range(3))
     outs = [
-        hype_attention(q.to(t), k.to(t), v.to(t), is_causal=True, mu=1e-7, tau=1e7, scale=0.01, backend=backend)
+        hype_attention(
+            q.to(t), k.to(t), v.to(t), is_causal=True, mu=1e-7, tau=1e7, scale=0.01, backend=backend
+        )
         for t, backend in ((dtype, "sdpa"), (torch.float64, "reference"))
     ]
     assert (outs[0].double() - outs[1]).abs().max() <= 2e-2
@@ -167,7 +182,9 @@ def test_attention_at_full_length(form, way, tolerance):
         query_positions=None if way != "blockwise" else rows,
     )  # fmt: skip
     got = got[:, :, rows] if way != "blockwise" else got
-    logits = q[0, :, rows].double() @ k[0].double().mT * 0.25 + exact(form, mu, tau)[:, -len(rows) :]
+    logits = (
+        q[0, :, rows].double() @ k[0].double().mT * 0.25 + exact(form, mu, tau)[:, -len(rows) :]
+    )
     if form == "sinh":
         logits = logits.masked_fill(torch.arange(LENGTH) > rows[:, None], -torch.inf)
     assert_close(got[0], logits.softmax(-1) @ v[0].double(), tolerance, "output")
@@ -190,9 +207,13 @@ def test_no_matrix_of_all_pairs(way, dtype):
         return hype_attention(q, k, v, is_causal=True, mu=mu, tau=tau, backend=way)
 
     out, largest, peak = allocations(forward)
-    assert largest < SQUARE / 16 and peak < SQUARE / 4, f"forward: largest {largest}, peak {peak} bytes"
+    assert largest < SQUARE / 16 and peak < SQUARE / 4, (
+        f"forward: largest {largest}, peak {peak} bytes"
+    )
     grads, largest, peak = allocations(lambda: torch.autograd.grad(out.sum(), leaves))
-    assert largest < SQUARE / 16 and peak < SQUARE / 4, f"backward: largest {largest}, peak {peak} bytes"
+    assert largest < SQUARE / 16 and peak < SQUARE / 4, (
+        f"backward: largest {largest}, peak {peak} bytes"
+    )
     assert all(g.isfinite().all() for g in grads)
 
 
@@ -202,8 +223,14 @@ def test_gradients_of_mu_and_tau_by_columns_at_full_length():
     weight = torch.randn(1, 2, LENGTH, 8)
 
     def grads(backend, dtype):
-        mu, tau = (t.to(dtype).clone().requires_grad_() for t in numbers("sinh", slopes=(1.0, 2.0**-6)))
-        out = hype_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True, mu=mu, tau=tau, backend=backend)
+        mu, tau = (
+            t.to(dtype).clone().requires_grad_() for t in numbers("sinh", slopes=(1.0, 2.0**-6))
+        )
+        out = hype_attention(
+            q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True, mu=mu, tau=tau, backend=backend
+        )
         return torch.autograd.grad((out * weight.to(dtype)).sum(), (mu, tau))
 
-    assert_gradients(grads("sdpa", torch.float32), grads("sdpa", torch.float64), 1e-2, ("mu", "tau"))
+    assert_gradients(
+        grads("sdpa", torch.float32), grads("sdpa", torch.float64), 1e-2, ("mu", "tau")
+    )

@@ -17,7 +17,9 @@ from .hype_models import ids_of
 @pytest.mark.parametrize("family", ("t5", "vit", "whisper"))
 def test_a_model_that_says_no_length_must_be_given_one(family):
     model = model_of(family, "hype")
-    with pytest.raises(ValueError, match=r"max_length=None .*max_position_embeddings.*max_length=\.\.\.") as caught:
+    with pytest.raises(
+        ValueError, match=r"max_length=None .*max_position_embeddings.*max_length=\.\.\."
+    ) as caught:
         model(**inputs_of(family, model))
     assert "\n" not in str(caught.value) and type(model.config).__name__ in str(caught.value)
     state = State(other := model_of(family, "eager"))

@@ -31,14 +31,20 @@ BAD = {
         ["query_positions", "bool"],
     ),
     "positions not a tensor": ({"query_positions": [0, 1, 2, 3, 4]}, ["query_positions", "list"]),
-    "positions NaN": ({"query_positions": torch.full((5,), math.nan)}, ["query_positions", "finite"]),
+    "positions NaN": (
+        {"query_positions": torch.full((5,), math.nan)},
+        ["query_positions", "finite"],
+    ),
     "positions that learn": (
         {"query_positions": torch.zeros(5, requires_grad=True)},
         ["query_positions", "gradient", "detach"],
     ),
     "dropout of one": ({"dropout_p": 1.0}, ["dropout_p", "1.0"]),
     "grouped heads unasked": ({"key": K[:, :2], "value": V[:, :2]}, ["enable_gqa"]),
-    "too steep for columns": ({"mu": 5.0, "tau": 1e5, "backend": "sdpa"}, ["sdpa", "columns", "auto"]),
+    "too steep for columns": (
+        {"mu": 5.0, "tau": 1e5, "backend": "sdpa"},
+        ["sdpa", "columns", "auto"],
+    ),
     "columns and a mask that learns": (
         {"attn_mask": torch.zeros(5, 6, requires_grad=True), "backend": "sdpa"},
         ["sdpa", "mask", "auto"],
@@ -72,8 +78,12 @@ def test_the_bias_refuses_what_attention_refuses():
         hype_bias(at.expand(2, 4), at.expand(3, 4), mu=0.1, tau=1.0, form="sinh")
 
 
-@pytest.mark.parametrize("value", [1e39, -1e39, torch.tensor([1.0, 1e39], dtype=torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    "value", [1e39, -1e39, torch.tensor([1.0, 1e39], dtype=torch.float64)], ids=str
+)
 def test_a_tau_that_float32_does_not_hold_is_refused(value):
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=r"^tau=.* is not allowed; allowed: finite numbers from 0 to 3e\+38"):
+    with pytest.raises(
+        ValueError, match=r"^tau=.* is not allowed; allowed: finite numbers from 0 to 3e\+38"
+    ):
         hype_attention(q, q, q, mu=1.0, tau=value)

@@ -76,9 +76,17 @@ def test_adversarial_points(distance, dtype):
     base = tensor(4, seed=5)
     rows = [base * s for s in (0.0, 1e-30, 1e-12, 1e-3, 1.0, -1.0, 1.0 + 1e-6, 2.0, -3.0)]
     x = torch.stack([*rows, tensor(4, seed=6)]).to(DTYPES[dtype])[None, None]
-    got, expected = hyperbolic_scores(x, x, distance=distance), oracle.scores(x, x, distance_name=distance)
+    got, expected = (
+        hyperbolic_scores(x, x, distance=distance),
+        oracle.scores(x, x, distance_name=distance),
+    )
     size = np.maximum(np.abs(expected), 1.0)
-    assert_close(got.double() / torch.tensor(size), expected / size, 1e-12 if dtype == "float64" else 1e-5, "scores")
+    assert_close(
+        got.double() / torch.tensor(size),
+        expected / size,
+        1e-12 if dtype == "float64" else 1e-5,
+        "scores",
+    )
 
 
 @every_distance
@@ -99,7 +107,9 @@ def test_the_two_distances_are_of_the_same_points():
     q, k, _ = qkv(batch=1, heads=1, lq=4, lk=5, d=4, seed=9, scale=4.0)
     d = -hyperbolic_scores(q, k, curvature=0.7)
     lorentz = hyperbolic_scores(q, k, curvature=0.7, distance="squared_lorentz")
-    assert_close(lorentz, -2 / 0.7 * (torch.cosh(math.sqrt(0.7) * d) - 1), 1e-9, "squared Lorentz distance")
+    assert_close(
+        lorentz, -2 / 0.7 * (torch.cosh(math.sqrt(0.7) * d) - 1), 1e-9, "squared Lorentz distance"
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +118,9 @@ def test_the_two_distances_are_of_the_same_points():
 def test_without_curvature_it_is_twice_the_euclidean_distance(dtype, c, atol):
     q, k, _ = qkv(batch=1, heads=2, lq=5, lk=6, d=4, dtype=DTYPES[dtype])
     flat = torch.cdist(q.double(), k.double()) * 0.5
-    assert_close(hyperbolic_scores(q, k, curvature=c, temperature=0.8), -2 * flat / 0.8, atol, "geodesic")
+    assert_close(
+        hyperbolic_scores(q, k, curvature=c, temperature=0.8), -2 * flat / 0.8, atol, "geodesic"
+    )
     squared = hyperbolic_scores(q, k, curvature=c, distance="squared_lorentz")
     assert_close(squared, -4 * flat.square(), 10 * atol, "squared Lorentz")
 
@@ -147,7 +159,9 @@ def test_gradient_at_ties_is_zero_or_symmetric(distance, dtype):
     grads = []
     for w in (weight, weight.mT):
         q, k = x.clone().requires_grad_(), x.clone().requires_grad_()
-        grads.append(torch.autograd.grad((hyperbolic_scores(q, k, distance=distance) * w).sum(), (q, k)))
+        grads.append(
+            torch.autograd.grad((hyperbolic_scores(q, k, distance=distance) * w).sum(), (q, k))
+        )
     tolerance = 1e-9 if dtype == "float64" else 1e-4
     assert_close(grads[0][0], grads[1][1], tolerance, "dq against dk of the exchanged roles")
     assert_close(grads[0][1], grads[1][0], tolerance, "dk against dq of the exchanged roles")
@@ -164,9 +178,13 @@ def test_scores_and_gradients_stay_finite(distance, dtype, scale):
     q, k, _ = qkv(batch=1, heads=2, lq=6, lk=6, d=4, scale=scale, dtype=DTYPES[dtype])
     k[:, :, :3] = q[:, :, :3]
     leaves = [t.requires_grad_() for t in (q, k, *per_head(2, DTYPES[dtype]))]
-    score = hyperbolic_scores(*leaves[:2], curvature=leaves[2], temperature=leaves[3], distance=distance)
+    score = hyperbolic_scores(
+        *leaves[:2], curvature=leaves[2], temperature=leaves[3], distance=distance
+    )
     assert torch.isfinite(score).all()
-    for name, grad in zip(("query", "key", "curvature", "temperature"), torch.autograd.grad(score.sum(), leaves)):
+    for name, grad in zip(
+        ("query", "key", "curvature", "temperature"), torch.autograd.grad(score.sum(), leaves)
+    ):
         assert torch.isfinite(grad).all(), f"gradient of {name}"
 
 
@@ -205,7 +223,9 @@ def test_curvature_is_a_unit_of_length(seed):
 
 
 @pytest.mark.parametrize("c", [0.25, 4.0])
-@pytest.mark.parametrize("wrong", ["no root of c in artanh", "sign of c", "no root of c in front", "Klein"])
+@pytest.mark.parametrize(
+    "wrong", ["no root of c in artanh", "sign of c", "no root of c in front", "Klein"]
+)
 def test_known_wrong_formulas_give_other_scores(c, wrong):
     """What a known source, or a slip, makes of d: a missing √c, -c for c, Klein coordinates in the ball's formula."""
     q, k = tensor(1, 1, 1, 3, seed=40), tensor(1, 1, 1, 3, seed=41)
@@ -236,6 +256,8 @@ def test_linear_features_give_the_squared_lorentz_score(distance):
         space = hyperbolic_space(q, None, c, tau, distance)
         x, y = squared_lorentz_features(q, k, space)
         assert y.shape[1] == (4 if c.numel() > 1 else 2)
-        expected = oracle.dense_scores(q, k, curvature=c, temperature=tau, distance_name="squared_lorentz")
+        expected = oracle.dense_scores(
+            q, k, curvature=c, temperature=tau, distance_name="squared_lorentz"
+        )
         got = x @ y.repeat_interleave(4 // y.shape[1], dim=1).mT
         assert_close(got, expected, 1e-12 * float(expected.abs().max()), "product of the features")

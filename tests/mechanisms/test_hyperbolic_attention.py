@@ -29,7 +29,9 @@ def test_output_is_the_definition(backend, setting, causal):
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=4, lk=5, d=3, dv=4, scale=2.0)
     c, tau = per_head(4)
     want = expected(q, k, v, setting, causal=causal, curvature=c, temperature=tau)
-    got = attend(q, k, v, setting, backend, is_causal=causal, enable_gqa=True, curvature=c, temperature=tau)
+    got = attend(
+        q, k, v, setting, backend, is_causal=causal, enable_gqa=True, curvature=c, temperature=tau
+    )
     assert_close(got, want, 1e-9, "output")
 
 
@@ -38,7 +40,9 @@ def test_output_is_the_definition(backend, setting, causal):
 def test_one_curvature_for_all_heads(backend, setting):
     q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=4, lk=5, d=3, seed=1)
     want = expected(q, k, v, setting, curvature=0.6, temperature=1.7, scale=0.9)
-    got = attend(q, k, v, setting, backend, curvature=0.6, temperature=1.7, scale=0.9, enable_gqa=True)
+    got = attend(
+        q, k, v, setting, backend, curvature=0.6, temperature=1.7, scale=0.9, enable_gqa=True
+    )
     assert_close(got, want, 1e-9, "output")
 
 
@@ -68,18 +72,26 @@ def test_output_over_many_blocks(backend, setting, causal, batch, heads, kv_head
 @every_setting
 def test_scores_and_attention_are_one_operator(setting):
     q, k, v = qkv(seed=11)
-    logits = hyperbolic_scores(q, k, curvature=0.8, temperature=1.1, scale=0.7, distance=SETTINGS[setting]["distance"])
+    logits = hyperbolic_scores(
+        q, k, curvature=0.8, temperature=1.1, scale=0.7, distance=SETTINGS[setting]["distance"]
+    )
     got = attend(q, k, v, setting, "reference", curvature=0.8, temperature=1.1, scale=0.7)
     weights = torch.softmax(logits, -1)
     einstein = SETTINGS[setting]["aggregation"] == "einstein"
-    assert_close(got, oracle.dense_midpoints(weights, v, curvature=0.8, scale=0.7) if einstein else weights @ v, 1e-10)
+    assert_close(
+        got,
+        oracle.dense_midpoints(weights, v, curvature=0.8, scale=0.7) if einstein else weights @ v,
+        1e-10,
+    )
 
 
 @every_backend
 def test_inputs_may_be_views(backend):
     q, k, v = (t.transpose(1, 2) for t in qkv(batch=2, heads=5, lq=3, d=4, seed=12))
     got = hyperbolic_attention(q, k, v, backend=backend)
-    assert_close(got, hyperbolic_attention(*(t.contiguous() for t in (q, k, v)), backend=backend), 1e-12)
+    assert_close(
+        got, hyperbolic_attention(*(t.contiguous() for t in (q, k, v)), backend=backend), 1e-12
+    )
 
 
 @every_backend
@@ -87,7 +99,9 @@ def test_inputs_may_be_views(backend):
 def test_without_curvature_it_is_distance_attention_over_the_mean(backend, c):
     q, k, v = qkv(batch=1, heads=2, lq=6, lk=7, d=4, seed=13, dtype=torch.float32)
     flat = torch.softmax(-2 * torch.cdist(q.double(), k.double()) * 0.5 / 0.8, -1) @ v.double()
-    assert_close(hyperbolic_attention(q, k, v, curvature=c, temperature=0.8, backend=backend), flat, 1e-5)
+    assert_close(
+        hyperbolic_attention(q, k, v, curvature=c, temperature=0.8, backend=backend), flat, 1e-5
+    )
 
 
 # Masks, heads, dropout.
@@ -113,7 +127,9 @@ def test_dropout_is_of_the_weights(backend, setting):
     torch.manual_seed(0)
     out = attend(q, k, v, setting, backend, dropout_p=0.3)
     assert out.std(0).max() > 1e-3
-    assert_close(out.mean(0), attend(q[:1], k[:1], v[:1], setting, backend)[0], 2e-2, "mean over draws")
+    assert_close(
+        out.mean(0), attend(q[:1], k[:1], v[:1], setting, backend)[0], 2e-2, "mean over draws"
+    )
 
 
 def test_einstein_differs_from_the_mean():

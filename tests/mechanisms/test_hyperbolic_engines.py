@@ -12,7 +12,15 @@ from hf_hyperattn.functional import hyperbolic_scores
 from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
 from tests.oracles import dense, softmax
 from tests.oracles import hyperbolic as oracle
-from tests.oracles.cases import DTYPES, FAST, MANY_BLOCKS, assert_close, assert_gradients, qkv, tensor
+from tests.oracles.cases import (
+    DTYPES,
+    FAST,
+    MANY_BLOCKS,
+    assert_close,
+    assert_gradients,
+    qkv,
+    tensor,
+)
 from tests.oracles.marks import both_dtypes, every_backend
 
 from .hyperbolic_cases import at_radius, per_head
@@ -33,7 +41,9 @@ def blend(q, k, distance, gate, c, tau, scale, own=None):
 
 def blend_logits(q, k, distance, gate, c, tau, scale, own=None):
     far = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    other = oracle.dense_scores(q, k, curvature=c, temperature=tau, distance_name=distance, scale=own)
+    other = oracle.dense_scores(
+        q, k, curvature=c, temperature=tau, distance_name=distance, scale=own
+    )
     return scale * q @ far.mT + gate[:, None, None] * other
 
 
@@ -41,7 +51,9 @@ def blend_logits(q, k, distance, gate, c, tau, scale, own=None):
 @every_distance
 @both_dtypes
 @pytest.mark.parametrize(
-    "asked", [{"sinks": [-1.0, 0.5]}, {"softcap": 0.7}, {"sinks": [0.0, 2.0], "softcap": 0.4}], ids=str
+    "asked",
+    [{"sinks": [-1.0, 0.5]}, {"softcap": 0.7}, {"sinks": [0.0, 2.0], "softcap": 0.4}],
+    ids=str,
 )
 def test_sinks_and_caps_act_on_the_whole_logit(backend, distance, dtype, asked):
     q, k, v = qkv(batch=2, heads=2, kv_heads=1, lq=17, lk=19, dtype=DTYPES[dtype], seed=90)
@@ -50,7 +62,11 @@ def test_sinks_and_caps_act_on_the_whole_logit(backend, distance, dtype, asked):
     options = Options(is_causal=True, sinks=sinks, softcap=asked.get("softcap"))
     out, _ = attention(alone(q, k, distance, c, tau), v, options, backend=backend)
     logits = oracle.dense_scores(
-        q.double(), k.double(), curvature=c.double(), temperature=tau.double(), distance_name=distance
+        q.double(),
+        k.double(),
+        curvature=c.double(),
+        temperature=tau.double(),
+        distance_name=distance,
     )
     want, _ = softmax.attention(logits, v, causal=True, **{**asked, "sinks": sinks})
     assert_close(out, want, 1e-9 if dtype == "float64" else 2e-4, "output")
@@ -77,7 +93,9 @@ def test_a_blend_is_dot_product_plus_gated_distance(backend, distance, dtype, sc
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=27, lk=29, d=4, dtype=DTYPES[dtype], seed=93)
     (c, tau), gate = per_head(4, DTYPES[dtype]), tensor(4, seed=94, dtype=DTYPES[dtype])
     out, _ = attention(blend(q, k, distance, gate, c, tau, scale, own), v, backend=backend)
-    logits = blend_logits(*(t.double() for t in (q, k)), distance, gate.double(), c.double(), tau.double(), scale, own)
+    logits = blend_logits(
+        *(t.double() for t in (q, k)), distance, gate.double(), c.double(), tau.double(), scale, own
+    )
     want = dense.softmax_average(logits, v.double())
     assert_close(out, want, 1e-9 if dtype == "float64" else 2e-4, "output")
 
@@ -87,7 +105,9 @@ def test_a_blend_is_dot_product_plus_gated_distance(backend, distance, dtype, sc
 @pytest.mark.parametrize("gate", [[0.0, 0.0], [0.7, -0.4]], ids=["closed", "open"])
 def test_gradients_of_a_blend(backend, distance, gate):
     q, k, v = qkv(batch=1, heads=2, kv_heads=1, lq=3, lk=4, seed=95)
-    inputs = [t.clone().requires_grad_() for t in (q, k, v, torch.tensor(gate).double(), *per_head(2))]
+    inputs = [
+        t.clone().requires_grad_() for t in (q, k, v, torch.tensor(gate).double(), *per_head(2))
+    ]
 
     def run(q, k, v, gate, c, tau):
         return attention(blend(q, k, distance, gate, c, tau, 0.5), v, backend=backend)[0]
@@ -108,7 +128,9 @@ def test_gradients_of_a_blend_over_many_blocks(backend, distance, dtype, rtol):
     out, _ = attention(blend(*inputs[:2], distance, *inputs[3:], 0.5), inputs[2], backend=backend)
     want = dense.softmax_average(blend_logits(*plain[:2], distance, *plain[3:], 0.5), plain[2])
     assert_close(out, want, 1e-9 if dtype == "float64" else 2e-4, "output")
-    grads = [torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, inputs), (want, plain))]
+    grads = [
+        torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, inputs), (want, plain))
+    ]
     assert_gradients(*grads, rtol, ("query", "key", "value", "gate", "curvature", "temperature"))
 
 
@@ -160,7 +182,11 @@ def test_only_near_pairs_are_taken_from_differences(monkeypatch, blended):
     counts = counted(monkeypatch)
     q, k, v = qkv(batch=1, heads=2, lq=300, d=64, seed=103, scale=8.0, dtype=torch.float32)
     k[:, :, :5] = q[:, :, :5] * (1 + 1e-6)
-    score = blend(q, k, "geodesic", torch.ones(2), 1.0, 1.0, 0.3) if blended else alone(q, k, "geodesic")
+    score = (
+        blend(q, k, "geodesic", torch.ones(2), 1.0, 1.0, 0.3)
+        if blended
+        else alone(q, k, "geodesic")
+    )
     attention(score, v, backend="blockwise")
     assert counts == [0, 10]
 
@@ -185,7 +211,9 @@ def test_a_blend_is_as_exact_far_out(backend, radius):
     out, _ = attention(score, eye, backend=backend)
     got = out.double().log() - out.double().log()[..., :1]
     exact = oracle.dense_scores(x.double(), x.double(), scale=1.0)
-    exact[..., :60, 200:260] = torch.tensor(oracle.scores(x[:, :, :60], x[:, :, 200:260], scale=1.0))
+    exact[..., :60, 200:260] = torch.tensor(
+        oracle.scores(x[:, :, :60], x[:, :, 200:260], scale=1.0)
+    )
     exact = exact + 1e-3 * x.double() @ x.double().mT
     rows = slice(1, 60)
     assert_close(
@@ -203,7 +231,9 @@ def test_float32_gradients_far_out(backend, radius, rtol):
     v, pull = tensor(1, 1, 300, 4, seed=109), tensor(1, 1, 300, 4, seed=110)
     out, _ = attention(alone(q, k, "geodesic", scale=1.0), v.float(), backend=backend)
     want = dense.softmax_average(oracle.dense_scores(*plain, scale=1.0), v)
-    grads = [torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, (q, k)), (want, plain))]
+    grads = [
+        torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, (q, k)), (want, plain))
+    ]
     assert_gradients(*grads, rtol, ("query", "key"))
 
 
@@ -248,7 +278,9 @@ def test_pairs_that_differ_by_rounding_get_the_gradient_of_equal_ones(radius, bl
     """And no gradient is steeper than the distance can be, 2 sinh(r)/r a unit of the tangent vector."""
     q = at_radius(tensor(1, 1, 200, 16, seed=113), radius).float()
     gate, eye = torch.ones(1), torch.eye(200)[None, None]
-    pull = tensor(1, 1, 200, 200, seed=115).float()  # at most 1: a row's logits get gradients of at most 2 together
+    pull = tensor(
+        1, 1, 200, 200, seed=115
+    ).float()  # at most 1: a row's logits get gradients of at most 2 together
 
     def gradients(k):
         leaves = [t.clone().requires_grad_() for t in (q, k)]
@@ -272,11 +304,15 @@ def test_pairs_that_differ_by_rounding_get_the_gradient_of_equal_ones(radius, bl
 def test_float32_gradients_of_near_pairs(backend, apart):
     """Every query has a key so near that the product cannot tell how near, though it errs little in the logit."""
     q = at_radius(tensor(1, 1, 300, 16, seed=116), 0.8).float()
-    k = (q + torch.nn.functional.normalize(tensor(*q.shape, seed=117), dim=-1).float() * apart).detach()
+    k = (
+        q + torch.nn.functional.normalize(tensor(*q.shape, seed=117), dim=-1).float() * apart
+    ).detach()
     q, k = (t.clone().requires_grad_() for t in (q, k))
     plain = [t.detach().double().requires_grad_() for t in (q, k)]
     eye, pull = torch.eye(300)[None, None], tensor(1, 1, 300, 300, seed=118)
     out, _ = attention(alone(q, k, "geodesic", scale=1.0), eye, backend=backend)
     want = dense.softmax_average(hyperbolic_scores(*plain, scale=1.0), eye.double())
-    grads = [torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, (q, k)), (want, plain))]
+    grads = [
+        torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, (q, k)), (want, plain))
+    ]
     assert_gradients(*grads, 1e-2, ("query", "key"))

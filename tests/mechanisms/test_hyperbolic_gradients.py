@@ -40,13 +40,17 @@ def test_gradcheck(backend, setting, causal):
 def test_gradients_equal_the_oracles(backend, setting, dtype, rtol, kv_heads):
     dtype = DTYPES[dtype]
     q, k, v = qkv(batch=2, heads=4, kv_heads=kv_heads, lq=119, lk=123, d=16, dtype=dtype, seed=42)
-    inputs = leaves(q, k, v, *(t.to(dtype) if dtype == torch.float64 else t.float() for t in per_head(4)))
+    inputs = leaves(
+        q, k, v, *(t.to(dtype) if dtype == torch.float64 else t.float() for t in per_head(4))
+    )
     plain = leaves(*(t.double() for t in inputs))
     pull = tensor(2, 4, 119, 16, seed=43)
     out = attend(*inputs[:3], setting, backend, is_causal=True, enable_gqa=True, curvature=inputs[3],
                  temperature=inputs[4])  # fmt: skip
     want = dense(*plain[:3], setting, causal=True, curvature=plain[3], temperature=plain[4])
-    grads = [torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, inputs), (want, plain))]
+    grads = [
+        torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, inputs), (want, plain))
+    ]
     assert_gradients(*grads, rtol, NAMES)
 
 
@@ -55,7 +59,9 @@ def test_memory_holds_no_matrix_of_logits(backend):
     """No tensor that autograd keeps grows with the product of the lengths."""
     kept = []
     q, k, v = leaves(*qkv(batch=1, heads=1, lq=700, d=4, dtype=torch.float32))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         hyperbolic_attention(q, k, v, backend=backend)
     assert kept and max(kept) < 700 * 700 / 10
 
@@ -68,12 +74,16 @@ class Attention(torch.nn.Module):
 
     def __init__(self, backend, setting):
         super().__init__()
-        self.curvature, self.temperature = (torch.nn.Parameter(p) for p in per_head(4, torch.float32))
+        self.curvature, self.temperature = (
+            torch.nn.Parameter(p) for p in per_head(4, torch.float32)
+        )
         self.setting = {"backend": backend, **SETTINGS[setting]}
 
     def forward(self, q, k, v):
         space = {"curvature": self.curvature, "temperature": self.temperature}
-        return hyperbolic_attention(q, k, v, is_causal=True, enable_gqa=True, **space, **self.setting)
+        return hyperbolic_attention(
+            q, k, v, is_causal=True, enable_gqa=True, **space, **self.setting
+        )
 
 
 def grouped(length):
@@ -89,4 +99,6 @@ def test_exports_with_a_dynamic_length(backend, setting):
         program = torch.export.export(model, grouped(12), dynamic_shapes=shapes)
         for other in (12, 2, 300):
             inputs = grouped(other)
-            assert_close(program.module()(*inputs), model(*inputs), 1e-5, f"exported output, length {other}")
+            assert_close(
+                program.module()(*inputs), model(*inputs), 1e-5, f"exported output, length {other}"
+            )

@@ -37,14 +37,18 @@ def layer_of(name, mode, heads=None, at=None):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4
+            )
     config = CONFIGS[name]
     c = config.curvature * layer.log_curvature.detach().exp()
     return layer, c, config.temperature * layer.log_temperature.detach().exp()
 
 
 def call_of(options, dtype=torch.float64, scale=2.0):
-    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=6, lk=6, d=3, dv=5, seed=1, scale=scale, dtype=dtype)
+    q, k, v = qkv(
+        batch=2, heads=4, kv_heads=2, lq=6, lk=6, d=3, dv=5, seed=1, scale=scale, dtype=dtype
+    )
     return HostCall(q, k, v, SCALE, True, options)
 
 
@@ -53,8 +57,12 @@ def manual(call, name, c, tau, gate, share, mode):
     q, k, v = call.query.double(), call.key.double(), call.value.double()
     config, options = CONFIGS[name], call.options
     dot = SCALE * q @ k.repeat_interleave(2, dim=1).mT
-    other = torch.tensor(oracle.scores(q, k, curvature=c, temperature=tau, distance_name=config.distance))
-    if options.softcap:  # in a blend the host's own logits are capped, in a replacement those that take their place
+    other = torch.tensor(
+        oracle.scores(q, k, curvature=c, temperature=tau, distance_name=config.distance)
+    )
+    if (
+        options.softcap
+    ):  # in a blend the host's own logits are capped, in a replacement those that take their place
         dot, other = ((options.softcap * torch.tanh(x / options.softcap)) if capped else x
                       for x, capped in ((dot, True), (other, mode == "replace")))  # fmt: skip
     gate = torch.as_tensor(gate, dtype=torch.float64).reshape(-1, 1, 1)
@@ -79,7 +87,9 @@ def test_a_blend_is_what_its_gates_say(name, asked, backend):
     call = call_of(Options(is_causal=True, **asked))
     out, _ = layer(Plan.of(call)).run(backend)
     share = 0.0 if layer.midpoint_gate is None else layer.midpoint_gate.detach()
-    assert_close(out, manual(call, name, c, tau, layer.gate.detach(), share, "blend"), 1e-9, "output")
+    assert_close(
+        out, manual(call, name, c, tau, layer.gate.detach(), share, "blend"), 1e-9, "output"
+    )
 
 
 @every_config
@@ -121,7 +131,9 @@ def test_half_precision_hosts_stay_finite(name, dtype, size):
     call = call_of(Options(is_causal=True), DTYPES[dtype], size)
     out, _ = layer(Plan.of(call)).run("blockwise")
     assert out.dtype == DTYPES[dtype] and torch.isfinite(out).all()
-    if dtype == "float16" and size > 1:  # far out, a gate's true gradient is a number that float16 does not have
+    if (
+        dtype == "float16" and size > 1
+    ):  # far out, a gate's true gradient is a number that float16 does not have
         return
     grads = torch.autograd.grad(out.float().mean(), list(layer.parameters()))
     assert all(torch.isfinite(g).all() for g in grads)
@@ -169,7 +181,9 @@ def test_other_aggregations_are_refused_beside_it():
     class OtherMean(MechanismConfig):
         mechanism = "toy_mean"
 
-    MECHANISMS["toy_mean"] = Mechanism("toy_mean", "aggregation", "none", OtherMean, HyperbolicLayer)
+    MECHANISMS["toy_mean"] = Mechanism(
+        "toy_mean", "aggregation", "none", OtherMean, HyperbolicLayer
+    )
     try:
         with pytest.raises(ValueError) as caught:
             HyperAttnConfig([ha.HyperbolicConfig(), OtherMean()])

@@ -23,7 +23,10 @@ def middle(weights, v, curvature=1.0, scale=1.0, **rest):
 
 @pytest.mark.parametrize("c", [0.2, 1.0, 3.0])
 def test_midpoint_is_the_klein_midpoint(c):
-    v, weights = tensor(6, 3, seed=50, scale=1.5), torch.softmax(tensor(4, 6, seed=51, scale=3.0), -1)
+    v, weights = (
+        tensor(6, 3, seed=50, scale=1.5),
+        torch.softmax(tensor(4, 6, seed=51, scale=3.0), -1),
+    )
     expected = oracle.midpoints(weights[None, None], v[None, None], curvature=c, scale=0.7)[0, 0]
     assert_close(middle(weights, v, c, 0.7), expected, 1e-10, "midpoint")
 
@@ -53,7 +56,9 @@ def test_midpoint_of_two_equal_weights_is_halfway():
 
 
 @pytest.mark.parametrize("c", [0.25, 4.0])
-@pytest.mark.parametrize("wrong", ["Poincaré coordinates taken for Klein", "sign of c", "no root of c in artanh"])
+@pytest.mark.parametrize(
+    "wrong", ["Poincaré coordinates taken for Klein", "sign of c", "no root of c in artanh"]
+)
 def test_known_wrong_midpoints_are_others(c, wrong):
     """The three slips of a known source: no conversion to Klein, 1 + c|k|² in the Lorentz factor, artanh without √c."""
     v, w = tensor(2, 2, seed=56, scale=0.9), [0.3, 0.7]
@@ -68,8 +73,14 @@ def test_known_wrong_midpoints_are_others(c, wrong):
             other = [mpmath.re(mpmath.atanh(r)) * a / r for a in m]
         else:
             plain = wrong.startswith("Poincaré")
-            klein = points if plain else [[2 * a / (1 + c * oracle.norm(x) ** 2) for a in x] for x in points]
-            gamma = [1 / mpmath.sqrt(1 - (1 if plain else -1) * c * oracle.norm(k) ** 2) for k in klein]
+            klein = (
+                points
+                if plain
+                else [[2 * a / (1 + c * oracle.norm(x) ** 2) for a in x] for x in points]
+            )
+            gamma = [
+                1 / mpmath.sqrt(1 - (1 if plain else -1) * c * oracle.norm(k) ** 2) for k in klein
+            ]
             total = sum(a * g for a, g in zip(w, gamma))
             m = [sum(a * g * k[i] for a, g, k in zip(w, gamma, klein)) / total for i in range(2)]
             m = m if plain else [a / (1 + mpmath.sqrt(1 - c * oracle.norm(m) ** 2)) for a in m]
@@ -86,7 +97,9 @@ def test_midpoint_of_one_value_is_that_value(dtype, length):
     got = middle(torch.eye(6), v)
     assert_close(got, v, (1e-12 if dtype == "float64" else 1e-6) * length, "midpoint")
     same = middle(torch.full((1, 2), 0.5), v[[0, 5]])
-    assert_close(same[0], v[0], (1e-12 if dtype == "float64" else 1e-5) * length, "midpoint of equal values")
+    assert_close(
+        same[0], v[0], (1e-12 if dtype == "float64" else 1e-5) * length, "midpoint of equal values"
+    )
 
 
 @pytest.mark.parametrize("radius, atol", [(1.0, 1e-5), (2.0, 1e-5), (4.0, 1e-4), (6.0, 1e-3)])
@@ -102,7 +115,10 @@ def test_float32_midpoints_far_out(radius, atol):
 
 @pytest.mark.parametrize("dtype, c", [("float64", 1e-12), ("float32", 1e-8), ("float32", 1e-20)])
 def test_without_curvature_the_midpoint_is_the_mean(dtype, c):
-    v, weights = tensor(6, 3, seed=61, dtype=DTYPES[dtype]), torch.softmax(tensor(4, 6, seed=62), -1)
+    v, weights = (
+        tensor(6, 3, seed=61, dtype=DTYPES[dtype]),
+        torch.softmax(tensor(4, 6, seed=62), -1),
+    )
     got = middle(weights, v, c, 0.6)
     assert_close(got, weights @ v.double(), 1e-9 if dtype == "float64" else 1e-6, "midpoint")
 
@@ -133,7 +149,9 @@ def test_midpoint_gradients():
 def test_midpoints_and_gradients_stay_finite(dtype, scale):
     v = tensor(6, 4, seed=67, scale=scale, dtype=DTYPES[dtype])
     v[1], v[2] = v[0], -v[0]
-    weights = torch.cat([torch.softmax(tensor(3, 6, seed=68), -1), torch.eye(6)[:2], torch.zeros(1, 6)])
+    weights = torch.cat(
+        [torch.softmax(tensor(3, 6, seed=68), -1), torch.eye(6)[:2], torch.zeros(1, 6)]
+    )
     leaves = [weights.to(v.dtype).requires_grad_(), v.requires_grad_()]
     out = middle(*leaves)
     assert torch.isfinite(out).all() and not out[-1].any()
@@ -143,7 +161,12 @@ def test_midpoints_and_gradients_stay_finite(dtype, scale):
 def test_dense_midpoints_agree_with_the_loops():
     v, weights = tensor(1, 1, 6, 3, seed=69), torch.softmax(tensor(1, 2, 4, 6, seed=70), -1)
     c = torch.tensor([0.4, 1.7], dtype=torch.float64)
-    assert_close(oracle.dense_midpoints(weights, v, curvature=c), oracle.midpoints(weights, v, curvature=c), 1e-11, "")
+    assert_close(
+        oracle.dense_midpoints(weights, v, curvature=c),
+        oracle.midpoints(weights, v, curvature=c),
+        1e-11,
+        "",
+    )
     leaves = [weights.requires_grad_(), v.requires_grad_(), c.requires_grad_()]
     ours = midpoint(weights @ midpoint_columns(v, c, 3**-0.5), c, 3**-0.5)
     plain = oracle.dense_midpoints(*leaves[:2], curvature=c)
@@ -157,11 +180,18 @@ def test_dense_midpoints_agree_with_the_loops():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_columns_without_gradients_are_those_with(heads, dtype):
     """Vectors of length 0, tiny, long, and as long as float32 holds among them."""
-    value = torch.randn(2, 2, 3000, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    value = torch.randn(
+        2, 2, 3000, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     value *= torch.tensor([0.0, 1e-30, 1e-15, 1e-4, 1.0, 30.0, 1e5, 1e30]).repeat(375)[:, None]
     value, curvature = value.to(dtype), torch.linspace(0.5, 3, heads)
     expected = midpoint_columns(value.clone().requires_grad_(), curvature, 0.3).detach()
     found = midpoint_columns(value, curvature, 0.3)
     assert found.dtype == expected.dtype and found.shape == expected.shape
     assert_close(found, expected, 1e-6 * expected.abs().max(), "columns")
-    assert_close(found[:, :, 3::8], expected[:, :, 3::8], 1e-6 * expected[:, :, 3::8].abs().max(), "short ones")
+    assert_close(
+        found[:, :, 3::8],
+        expected[:, :, 3::8],
+        1e-6 * expected[:, :, 3::8].abs().max(),
+        "short ones",
+    )

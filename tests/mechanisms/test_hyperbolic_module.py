@@ -56,12 +56,16 @@ def loops(made, x, context=None, visible=None):
                 q = sheet(linear("query", tangent(x[b, i].numpy()))[part], ch)
                 k = [sheet(linear("key", tangent(others[b, j].numpy()))[part], ch) for j in seen]
                 v = [sheet(linear("value", tangent(others[b, j].numpy()))[part], ch) for j in seen]
-                logits = [-math.acosh(max(1.0, -ch * inner(q, kj))) / math.sqrt(ch) / tau for kj in k]
+                logits = [
+                    -math.acosh(max(1.0, -ch * inner(q, kj))) / math.sqrt(ch) / tau for kj in k
+                ]
                 weights = np.exp(np.array(logits) - max(logits))
                 centre = sum(w * vj for w, vj in zip(weights / weights.sum(), v))
                 centre = centre / math.sqrt(-ch * inner(centre, centre))
                 length = np.linalg.norm(centre[1:])
-                joined.append(centre[1:] / length * math.asinh(math.sqrt(ch) * length) / math.sqrt(ch) / 2)
+                joined.append(
+                    centre[1:] / length * math.asinh(math.sqrt(ch) * length) / math.sqrt(ch) / 2
+                )
             y = linear("out", np.concatenate(joined))
             s = math.sqrt(c) * np.linalg.norm(y)
             out[b, i] = y * math.tanh(s) / s
@@ -78,7 +82,9 @@ def test_it_is_its_definition(heads, curvature):
 
 def test_masks_and_context():
     made, x, context = module(bias=False), points(2, 5, 8, seed=2), points(2, 7, 8, seed=3)
-    assert_close(made(x, is_causal=True), loops(made, x, visible=lambda i, j: j <= i), 1e-9, "causal")
+    assert_close(
+        made(x, is_causal=True), loops(made, x, visible=lambda i, j: j <= i), 1e-9, "causal"
+    )
     assert_close(made(x, context), loops(made, x, context), 1e-9, "context")
     keep = torch.rand(5, 7, generator=torch.Generator().manual_seed(4)) < 0.5
     keep[:, 0] = True
@@ -101,7 +107,10 @@ def test_with_identity_projections_it_is_attention_over_the_points():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gradients_reach_every_parameter(dtype):
-    made, x = module(learn_curvature=True).to(dtype), points(2, 5, 8, seed=6, dtype=dtype).requires_grad_()
+    made, x = (
+        module(learn_curvature=True).to(dtype),
+        points(2, 5, 8, seed=6, dtype=dtype).requires_grad_(),
+    )
     poincare.distance(made(x), torch.zeros(8, dtype=dtype), 1.0).sum().backward()
     for name, parameter in (("points", x), *made.named_parameters()):
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
@@ -139,7 +148,9 @@ def test_hostile_points_give_points_of_the_ball(dtype):
     assert all(p.grad.isfinite().all() for p in made.parameters())
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
 def test_precisions(dtype, tolerance):
     made, x = module(), points(2, 9, 8, seed=8, reach=0.7)
     expected = made(x)
@@ -149,8 +160,13 @@ def test_precisions(dtype, tolerance):
 def test_modules_follow_one_another_and_train():
     """Two of them, in a ball whose curvature is not 1, learn to move points to others nearer the origin."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(ha.HyperbolicAttention(8, 2, 0.5, learn_curvature=True) for _ in range(2)))
-    x, target = points(4, 6, 8, c=0.5, seed=9).float(), points(4, 6, 8, c=0.5, seed=10, reach=0.3).float()
+    model = torch.nn.Sequential(
+        *(ha.HyperbolicAttention(8, 2, 0.5, learn_curvature=True) for _ in range(2))
+    )
+    x, target = (
+        points(4, 6, 8, c=0.5, seed=9).float(),
+        points(4, 6, 8, c=0.5, seed=10, reach=0.3).float(),
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
     losses = []
     for _ in range(60):

@@ -24,7 +24,9 @@ def test_float32_out_to_radius_eight(backend, radius, apart, lk):
     what "auto" would; with 600, a few pairs among many need differences.
     """
     towards = tensor(32, seed=14) if apart else tensor(lk, 32, seed=14)
-    near = towards / towards.norm(dim=-1, keepdim=True) + tensor(lk, 32, seed=15) * (apart or 0.0) / math.sinh(radius)
+    near = towards / towards.norm(dim=-1, keepdim=True) + tensor(lk, 32, seed=15) * (
+        apart or 0.0
+    ) / math.sinh(radius)
     near[20:] = near[20:] if lk == 24 else tensor(lk - 20, 32, seed=16)
     x = at_radius(near, radius).float()[None, None]
     logits = logits_by(backend, x[:, :, :20], x)
@@ -37,7 +39,9 @@ def test_float32_out_to_radius_eight(backend, radius, apart, lk):
 def logits_by(backend, q, k, distance="geodesic"):
     """The logits an engine computes, read from its weights of one-hot values, up to the row's own constant."""
     eye = torch.eye(k.shape[2])[None, None]
-    weights = hyperbolic_attention(q, k, eye, scale=1.0, distance=distance, aggregation="mean", backend=backend)
+    weights = hyperbolic_attention(
+        q, k, eye, scale=1.0, distance=distance, aggregation="mean", backend=backend
+    )
     logits = weights.double().log()
     known = torch.tensor(oracle.scores(q, k[:, :, :1], scale=1.0))
     return logits - logits[..., :1] + known
@@ -55,7 +59,9 @@ def test_forward_and_gradients_stay_finite(backend, setting, dtype, size):
     q, k, v = (t.clone().requires_grad_() for t in (x, x, x))
     out, pull = attend(q, k, v, setting, backend, is_causal=True), tensor(1, 2, 150, 8, seed=21)
     assert torch.isfinite(out).all()
-    assert all(torch.isfinite(g).all() for g in torch.autograd.grad((out.float() * pull).sum(), (q, k, v)))
+    assert all(
+        torch.isfinite(g).all() for g in torch.autograd.grad((out.float() * pull).sum(), (q, k, v))
+    )
 
 
 @every_backend

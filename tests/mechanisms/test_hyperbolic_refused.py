@@ -15,7 +15,10 @@ BAD = {
     "curvature zero": ({"curvature": 0.0}, ["curvature", "0.0", "above 0"]),
     "curvature negative": ({"curvature": -1.5}, ["curvature", "-1.5", "above 0"]),
     "curvature NaN": ({"curvature": math.nan}, ["curvature", "nan"]),
-    "curvature negative in one head": ({"curvature": torch.tensor([1, 1, 1, -0.5])}, ["curvature", "-0.5"]),
+    "curvature negative in one head": (
+        {"curvature": torch.tensor([1, 1, 1, -0.5])},
+        ["curvature", "-0.5"],
+    ),
     "curvature for three heads": ({"curvature": torch.ones(3)}, ["curvature", "3", "4"]),
     "temperature zero": ({"temperature": 0}, ["temperature", "0", "above 0"]),
     "temperature negative": ({"temperature": -2.0}, ["temperature", "-2.0"]),
@@ -25,7 +28,10 @@ BAD = {
     "scale zero": ({"scale": 0.0}, ["scale", "0.0", "above 0"]),
     "scale negative": ({"scale": -0.5}, ["scale", "-0.5"]),
     "scale NaN": ({"scale": math.nan}, ["scale", "nan"]),
-    "unknown distance": ({"distance": "chord"}, ["distance", "chord", "geodesic", "squared_lorentz"]),
+    "unknown distance": (
+        {"distance": "chord"},
+        ["distance", "chord", "geodesic", "squared_lorentz"],
+    ),
     "unknown aggregation": ({"aggregation": "klein"}, ["aggregation", "klein", "einstein", "mean"]),
     "unknown backend": ({"backend": "warp"}, ["backend", "warp", "reference", "auto"]),
     "dropout of one": ({"dropout_p": 1.0}, ["dropout_p", "1.0"]),
@@ -52,15 +58,21 @@ def test_argument_order_is_that_of_torch():
     mask = torch.ones(5, 5, dtype=torch.bool)
     F.scaled_dot_product_attention(q, k, v, mask, 0.0, False)
     positional = hyperbolic_attention(q, k, v, mask, 0.0, False, 0.5)
-    assert_close(positional, hyperbolic_attention(q, k, v, attn_mask=mask, scale=0.5), 0.0, "output")
+    assert_close(
+        positional, hyperbolic_attention(q, k, v, attn_mask=mask, scale=0.5), 0.0, "output"
+    )
 
 
-@pytest.mark.parametrize("value", [1e-50, 1e39, True, torch.tensor([1.0, 1e-50], dtype=torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    "value", [1e-50, 1e39, True, torch.tensor([1.0, 1e-50], dtype=torch.float64)], ids=str
+)
 @pytest.mark.parametrize("name", ["curvature", "temperature"])
 def test_parameters_that_float32_does_not_hold_are_refused(name, value):
     """They would be 0 or infinite there, and the output NaN."""
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=rf"^{name}=.* allowed: finite numbers above 0 .*1\.2e-38") as caught:
+    with pytest.raises(
+        ValueError, match=rf"^{name}=.* allowed: finite numbers above 0 .*1\.2e-38"
+    ) as caught:
         hyperbolic_attention(q, q, q, **{name: value})
     assert "\n" not in str(caught.value)
     if not isinstance(value, torch.Tensor):

@@ -27,9 +27,16 @@ def test_what_a_stranger_registers_keeps_every_contract():
     register_toys()
     for name, refuses in (
         ("toy_cosine", {"heads-.*": "toy_cosine changes all heads"}),
-        ("toy_slope", {"(learning|gradients|checkpointing|adapter)-.*-replace-.*": "nothing is added that learns"}),
+        (
+            "toy_slope",
+            {
+                "(learning|gradients|checkpointing|adapter)-.*-replace-.*": "nothing is added that learns"
+            },
+        ),
     ):
-        slow = ["compiled"] + ["composition"] * (name == "toy_cosine")  # beside hsa it is refused when it runs
+        slow = ["compiled"] + ["composition"] * (
+            name == "toy_cosine"
+        )  # beside hsa it is refused when it runs
         quick = [c for c in CONTRACTS if c not in slow]
         done = check_mechanism(name, contracts=quick, families=["llama", "bert"], refuses=refuses)
         assert done["held"] >= 30, done
@@ -51,19 +58,44 @@ class RefusesGpt2(ToySlopeLayer):
             ContractError,
             "it is refused, which `refuses` does not expect: toy_slope cannot change gpt2",
         ),
-        (["gpt2"], {".*-gpt2": "rotary"}, ContractError, "the refusal does not say 'rotary': toy_slope cannot"),
-        (["bert"], {".*-bert": "cannot change"}, ContractError, "it is not refused, which `refuses` expects"),
-        (["bert"], {".*-gpt2": "cannot change"}, ValueError, "refuses has '.*-gpt2', and no check has such a name"),
-        (["gpt2"], {".*-gpt2": "cannot change"}, ValueError, "toy_slope is refused in all 2 checks"),
+        (
+            ["gpt2"],
+            {".*-gpt2": "rotary"},
+            ContractError,
+            "the refusal does not say 'rotary': toy_slope cannot",
+        ),
+        (
+            ["bert"],
+            {".*-bert": "cannot change"},
+            ContractError,
+            "it is not refused, which `refuses` expects",
+        ),
+        (
+            ["bert"],
+            {".*-gpt2": "cannot change"},
+            ValueError,
+            "refuses has '.*-gpt2', and no check has such a name",
+        ),
+        (
+            ["gpt2"],
+            {".*-gpt2": "cannot change"},
+            ValueError,
+            "toy_slope is refused in all 2 checks",
+        ),
     ],
 )
 def test_a_refusal_is_expected_or_an_error(families, refuses, error, said):
-    register(Mechanism("toy_slope", "bias", "none", ToySlopeConfig, RefusesGpt2, cross_attention=False))
+    register(
+        Mechanism("toy_slope", "bias", "none", ToySlopeConfig, RefusesGpt2, cross_attention=False)
+    )
     with pytest.raises(error, match=re.escape(said)) as caught:
         check_mechanism("toy_slope", contracts=["reload"], families=families, refuses=refuses)
     assert "\n" not in str(caught.value)
     done = check_mechanism(
-        "toy_slope", contracts=["reload"], families=["gpt2", "bert"], refuses={".*-gpt2": "cannot change gpt2"}
+        "toy_slope",
+        contracts=["reload"],
+        families=["gpt2", "bert"],
+        refuses={".*-gpt2": "cannot change gpt2"},
     )
     assert done == {"held": 2, "refused": 2}
 
@@ -90,8 +122,13 @@ def test_a_wrong_gradient_is_no_rounding(family):
     check.equal_but_rounding(right, model, partial(gradients_of, family=family), 1e-5, "nothing")
     for name in right:
         wrong = right | {name: 1.01 * right[name]}
-        with pytest.raises(ContractError, match=rf"a factor changes \S*{name} by .* from what float64 gives, allowed"):
-            check.equal_but_rounding(wrong, model, partial(gradients_of, family=family), 1e-5, "a factor")
+        with pytest.raises(
+            ContractError,
+            match=rf"a factor changes \S*{name} by .* from what float64 gives, allowed",
+        ):
+            check.equal_but_rounding(
+                wrong, model, partial(gradients_of, family=family), 1e-5, "a factor"
+            )
 
 
 class StartsElsewhere(ToySlopeLayer):
@@ -151,9 +188,14 @@ def test_wrong_questions_are_answered_in_one_line():
             lambda: check_mechanism("cone", contracts=["speed"]),
             "contract 'speed' is unknown; allowed: identity, ",
         ),
-        (lambda: mechanism_checks("cone", families=["elman"]), "family 'elman' is unknown; allowed: llama, "),
         (
-            lambda: check_mechanism("cone", contracts=["reload"], families=["vit"], refuses={"x": "y"}),
+            lambda: mechanism_checks("cone", families=["elman"]),
+            "family 'elman' is unknown; allowed: llama, ",
+        ),
+        (
+            lambda: check_mechanism(
+                "cone", contracts=["reload"], families=["vit"], refuses={"x": "y"}
+            ),
             "refuses has 'x', and no check has such a name; allowed: such as reload-cone",
         ),
     ):

@@ -23,7 +23,9 @@ FORMS = {
     "combined conditional": MklConfig(kind="conditional", combine=True),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
-FACTS = dict(heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0, head_dim=6, value_dim=5)
+FACTS = dict(
+    heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0, head_dim=6, value_dim=5
+)
 
 
 def weighted(logits, form, row, column):
@@ -63,7 +65,9 @@ def test_it_is_what_the_formula_says(form, backend):
 @every_form
 def test_gradcheck(form):
     q, k, v = (t.requires_grad_() for t in qkv(1, 4, 2, lq=3, lk=3, d=2, dv=2, seed=4))
-    row, column = (t if t is None else t[:1].clone() if t.dim() == 3 else t for t in betas(form, 3, 3))
+    row, column = (
+        t if t is None else t[:1].clone() if t.dim() == 3 else t for t in betas(form, 3, 3)
+    )
     leaves = [q, k, v, *(t.requires_grad_() for t in (row, column) if t is not None)]
 
     def run(q, k, v, row, column=None):
@@ -82,8 +86,13 @@ def test_uniform_weights_change_nothing_but_the_combined_form():
     assert_close(mkl_attention(q, k, v, **how, beta=ones, key_beta=ones), plain, 2e-6)
     # the combined form is one head of all the widths: the sum of dot products is that of the whole vectors
     out = mkl_attention(q, k, v, **how, beta=torch.zeros(4), combine=True)
-    whole = [t.repeat_interleave(4 // t.shape[1], 1).transpose(1, 2).flatten(2)[:, None] for t in (q, k, v)]
-    expected = sdpa(*whole, is_causal=True, scale=8**-0.5)[:, 0].unflatten(-1, (4, 8)).transpose(1, 2)
+    whole = [
+        t.repeat_interleave(4 // t.shape[1], 1).transpose(1, 2).flatten(2)[:, None]
+        for t in (q, k, v)
+    ]
+    expected = (
+        sdpa(*whole, is_causal=True, scale=8**-0.5)[:, 0].unflatten(-1, (4, 8)).transpose(1, 2)
+    )
     assert_close(out, expected, 2e-6)
 
 
@@ -99,7 +108,11 @@ def test_weights_sum_to_the_number_of_heads():
         index = torch.tensor([0, 2, 3])
         assert torch.equal(part.index_select(min(1, beta.dim() - 1), index), torch.ones_like(part).index_select(
             min(1, beta.dim() - 1), index))  # fmt: skip
-        assert_close(part.sum(min(1, beta.dim() - 1)), torch.full_like(part.sum(min(1, beta.dim() - 1)), 5.0), 1e-12)
+        assert_close(
+            part.sum(min(1, beta.dim() - 1)),
+            torch.full_like(part.sum(min(1, beta.dim() - 1)), 5.0),
+            1e-12,
+        )
     extreme = head_weights(torch.tensor([1e4, -1e4, 0.0]))
     assert extreme.tolist() == [3.0, 0.0, 0.0]
 
@@ -121,7 +134,9 @@ def test_refused_arguments():
 
 def hyper_of(config, others=(), heads=None):
     mode = "replace" if config.combine else "blend"
-    hyper = Hyper(ha.HyperAttnConfig([config, *others], mode=mode, heads=heads), Host("host", **FACTS))
+    hyper = Hyper(
+        ha.HyperAttnConfig([config, *others], mode=mode, heads=heads), Host("host", **FACTS)
+    )
     perturb(torch.nn.ModuleDict({"x": torch.nn.ModuleDict({"hyper": hyper})}), 0.4)
     return hyper.double(), {type(layer).__name__: layer for layer in hyper.layers()}
 
@@ -142,7 +157,9 @@ def expected_of(form, layers, call, logits, cap=None):
 
 
 def dots(call):
-    return call.scale * torch.einsum("bhnd,bhmd->bhnm", call.query, call.key.repeat_interleave(2, 1))
+    return call.scale * torch.einsum(
+        "bhnd,bhmd->bhnm", call.query, call.key.repeat_interleave(2, 1)
+    )
 
 
 BIAS = tensor(1, 4, 7, 7, seed=9)
@@ -163,8 +180,12 @@ def small_or_tiles(request, monkeypatch):
         monkeypatch.setattr("hf_hyperattn.engines.dispatch.RESOLVED", {})
         monkeypatch.setattr("hf_hyperattn.engines.blockwise.FORWARD_ELEMENTS", 60)
         monkeypatch.setattr("hf_hyperattn.engines.blockwise.BACKWARD_ELEMENTS", 40)
-        monkeypatch.setattr("hf_hyperattn.mechanisms.talking_heads.operator.small", lambda score: False)
-        monkeypatch.setattr("hf_hyperattn.mechanisms.talking_heads.operator.rows_of", lambda n, *_: min(2, n))
+        monkeypatch.setattr(
+            "hf_hyperattn.mechanisms.talking_heads.operator.small", lambda score: False
+        )
+        monkeypatch.setattr(
+            "hf_hyperattn.mechanisms.talking_heads.operator.rows_of", lambda n, *_: min(2, n)
+        )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +197,9 @@ def test_it_acts_on_logits_with_cap_and_bias_and_before_sinks(form, options, sma
     logits, given = dots(call), dict(OPTIONS[options])
     cap, bias = given.pop("softcap", None), given.pop("bias", 0.0)
     logits = (logits if cap is None else cap * torch.tanh(logits / cap)) + bias
-    expected, _ = attention(expected_of(form, layers, call, logits), call.value, causal=True, **given)
+    expected, _ = attention(
+        expected_of(form, layers, call, logits), call.value, causal=True, **given
+    )
     assert_close(hyper(call)[0], torch.from_numpy(expected), 1e-12)
 
 
@@ -215,7 +238,9 @@ def test_it_weighs_any_score(form, name, small_or_tiles):
     else:
         hyper, layers = hyper_of(mixed, others)
     call = call_of()
-    leaves = [t.requires_grad_() for t in (call.query, call.key, call.value)] + list(hyper.parameters())
+    leaves = [t.requires_grad_() for t in (call.query, call.key, call.value)] + list(
+        hyper.parameters()
+    )
     out = hyper(call)[0]
     logits = score_logits(name, layers, call)
     layer = layers["MklLayer"]
@@ -227,7 +252,9 @@ def test_it_weighs_any_score(form, name, small_or_tiles):
         logits = logits * weight[..., None] * weight[..., None, :]
     logits = logits.sum(1, keepdim=True).expand(-1, 4, -1, -1) if mixed.combine else logits
     hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ call.value.repeat_interleave(2, 1)
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ call.value.repeat_interleave(
+        2, 1
+    )
     assert_close(out, expected, 1e-7)
     weight = tensor(*out.shape, seed=3)
     found, wanted = (torch.autograd.grad((o * weight).sum(), leaves) for o in (out, expected))
@@ -277,7 +304,9 @@ def test_long_sequences_take_the_fast_engine_and_agree(monkeypatch):
     for form in ("global", "conditional", "combined"):
         row, column = (t if t is None else t.float() for t in betas(form, 300, 300))
         row, column = (t if t is None or t.dim() == 1 else t[:1] for t in (row, column))
-        how = dict(is_causal=True, enable_gqa=True, beta=row, key_beta=column, combine=form == "combined")
+        how = dict(
+            is_causal=True, enable_gqa=True, beta=row, key_beta=column, combine=form == "combined"
+        )
         with torch.no_grad():
             out = mkl_attention(q, k, v, **how)
         assert_close(out, mkl_attention(q, k, v, **how, backend="reference"), 1e-5)
@@ -292,9 +321,13 @@ def test_a_call_that_does_not_say_which_keys_are_the_queries_own(causal):
     hyper, _ = hyper_of(FORMS["conditional"])
     call = call_of()
     whole = hyper(call)[0]
-    last = HostCall(call.query[:, :, 4:], call.key, call.value, 0.4, causal, Options(is_causal=causal, offset=4))
+    last = HostCall(
+        call.query[:, :, 4:], call.key, call.value, 0.4, causal, Options(is_causal=causal, offset=4)
+    )
     if not causal:
-        with pytest.raises(ValueError, match="mkl cannot tell which of 7 keys are those of the 3 queries in host"):
+        with pytest.raises(
+            ValueError, match="mkl cannot tell which of 7 keys are those of the 3 queries in host"
+        ):
             hyper(last)
         return
     assert_close(hyper(last)[0], whole[:, :, 4:], 1e-12)
@@ -302,8 +335,12 @@ def test_a_call_that_does_not_say_which_keys_are_the_queries_own(causal):
     key, value = (torch.nn.functional.pad(t, (0, 0, 0, 4)) for t in (call.key, call.value))
     mask = torch.ones(7, 11, dtype=torch.bool).tril()[None, None, 4:]
     for first in (FirstKey(), FirstKey(stop=7), FirstKey(stop=torch.tensor(7))):
-        static = HostCall(call.query[:, :, 4:], key, value, 0.4, True, Options(mask=mask), first=first)
+        static = HostCall(
+            call.query[:, :, 4:], key, value, 0.4, True, Options(mask=mask), first=first
+        )
         assert_close(hyper(static)[0], whole[:, :, 4:], 1e-12)
-    numbers = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float32).min)
+    numbers = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(
+        ~mask, torch.finfo(torch.float32).min
+    )
     static = HostCall(call.query[:, :, 4:], key, value, 0.4, True, Options(mask=numbers))
     assert_close(hyper(static)[0], whole[:, :, 4:], 1e-12)

@@ -78,9 +78,13 @@ def test_refused_settings():
     with pytest.raises(ValueError, match="MklConfig.combine"):
         MklConfig(combine=1)
     bart = FAMILIES["bart"][0]()
-    with pytest.raises(ValueError, match="cross-attention has none of .*include_cross_attention=False"):
+    with pytest.raises(
+        ValueError, match="cross-attention has none of .*include_cross_attention=False"
+    ):
         ha.patch_model(bart, MklConfig(kind="conditional"), include_cross_attention=True)
     ha.patch_model(bart, MklConfig(), include_cross_attention=True)
     sinks = ha.patch_model(FAMILIES["gpt_oss"][0](), MklConfig(combine=True), mode="replace")
-    with pytest.raises(ValueError, match="attention sinks, which differ between heads; allowed: combine=False"):
+    with pytest.raises(
+        ValueError, match="attention sinks, which differ between heads; allowed: combine=False"
+    ):
         run(sinks, FAMILIES["gpt_oss"][1]())

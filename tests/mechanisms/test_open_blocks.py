@@ -22,7 +22,15 @@ def test_numbers_and_tensors(near, sinks):
     first, last = torch.tensor([[b.start, b.stop - 1] for b in blocks]).T
     found = is_open(first, own.start - last, first - (own.stop - 1), torch.tensor(near), sinks)
     assert found.tolist() == expected
-    before = [(block, is_there) for block, is_there in zip(blocks, expected) if block.stop <= own.start]
+    before = [
+        (block, is_there) for block, is_there in zip(blocks, expected) if block.stop <= own.start
+    ]
     for block, is_there in before:
-        one = is_open(block.start, own.start - (block.stop - 1), block.start - (own.stop - 1), near, sinks)
-        assert one == is_there == (block.start < sinks or block.stop - 1 >= first_near(own.start, near))
+        one = is_open(
+            block.start, own.start - (block.stop - 1), block.start - (own.stop - 1), near, sinks
+        )
+        assert (
+            one
+            == is_there
+            == (block.start < sinks or block.stop - 1 >= first_near(own.start, near))
+        )

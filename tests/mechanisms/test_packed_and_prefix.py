@@ -63,7 +63,10 @@ def positions(lengths):
 FORMS = {
     "position_ids": lambda: {"position_ids": positions(LENGTHS), "use_cache": False},
     "bool": lambda: {"attention_mask": block_diagonal(LENGTHS), "position_ids": positions(LENGTHS)},
-    "-1e4": lambda: {"attention_mask": additive(block_diagonal(LENGTHS), -1e4), "position_ids": positions(LENGTHS)},
+    "-1e4": lambda: {
+        "attention_mask": additive(block_diagonal(LENGTHS), -1e4),
+        "position_ids": positions(LENGTHS),
+    },
 }
 
 
@@ -95,7 +98,9 @@ def test_packed_texts_with_a_cache_are_refused_by_hsa():
     model, ids = patched(llama(num_hidden_layers=2), "hsa"), tokens(1, sum(LENGTHS))
     mask, cache = block_diagonal(LENGTHS), hf.DynamicCache()
     model(ids[:, :6], attention_mask=mask[:, :, :6, :6], past_key_values=cache)
-    with pytest.raises(ValueError, match="packs several texts into one row, whose earlier keys come from a cache"):
+    with pytest.raises(
+        ValueError, match="packs several texts into one row, whose earlier keys come from a cache"
+    ):
         model(ids[:, 6:], attention_mask=mask[:, :, 6:], past_key_values=cache)
 
 
@@ -116,7 +121,9 @@ def test_chunked_attention_is_no_packing():
     ids, cache, steps = tokens(1, 16), hf.DynamicCache(), []
     for part in ids.split(1, 1):
         steps.append(model(part, past_key_values=cache).logits)
-    assert_close(torch.cat(steps, 1), model(ids, use_cache=False).logits, 1e-6, "cached against whole")
+    assert_close(
+        torch.cat(steps, 1), model(ids, use_cache=False).logits, 1e-6, "cached against whole"
+    )
 
 
 # Prefix language models.
@@ -139,7 +146,9 @@ def prompt(left):
     if left:
         ids[1, :left] = 7
     image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2)).double()
-    return dict(input_ids=ids, attention_mask=mask, pixel_values=image, token_type_ids=torch.zeros_like(ids))
+    return dict(
+        input_ids=ids, attention_mask=mask, pixel_values=image, token_type_ids=torch.zeros_like(ids)
+    )
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m not in ("window", "sinks")])
@@ -185,7 +194,9 @@ def test_a_prefix_model_is_saved_and_loaded(tying, mode, tmp_path):
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     before, after = model.state_dict(), again.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     inputs = prompt(3)
     inputs["pixel_values"] = inputs["pixel_values"].float()
     assert torch.equal(model(**inputs).logits, again.eval()(**inputs).logits)
@@ -194,17 +205,23 @@ def test_a_prefix_model_is_saved_and_loaded(tying, mode, tmp_path):
 @pytest.mark.parametrize("whole", [True, False], ids=["loaded as a part", "loaded as a whole"])
 def test_a_prefix_model_of_another_class_is_refused(whole, tmp_path):
     """What generates with key tying has a parameter that the encoder without a head lacks."""
-    model = ha.patch_model(paligemma() if whole else paligemma().model, ha.HsaConfig((2, 4)), mode="replace")
+    model = ha.patch_model(
+        paligemma() if whole else paligemma().model, ha.HsaConfig((2, 4)), mode="replace"
+    )
     model.save_pretrained(tmp_path)
     other = hf.PaliGemmaModel if whole else hf.PaliGemmaForConditionalGeneration
-    with pytest.raises(ValueError, match=f"load it as {type(model).__name__}, the class that was saved") as caught:
+    with pytest.raises(
+        ValueError, match=f"load it as {type(model).__name__}, the class that was saved"
+    ) as caught:
         other.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_sparse_refuses_a_prefix_model_when_it_is_patched():
     with pytest.raises(ValueError, match="of a prefix LM, where a prompt sees the tokens after it"):
-        ha.patch_model(paligemma(), MECHANISMS["window"], layers=lambda host: "language" in host.name)
+        ha.patch_model(
+            paligemma(), MECHANISMS["window"], layers=lambda host: "language" in host.name
+        )
 
 
 @pytest.mark.parametrize("mechanism", ["hype", "hsa", "trilinear", "mkl"])
@@ -213,7 +230,9 @@ def test_a_prefix_model_of_which_a_part_is_patched_refuses_a_cache(mechanism):
     """The part does not generate by itself, so that nothing tells its layers from those of an encoder."""
     model = paligemma()
     patched(model.model.language_model, mechanism)
-    with pytest.raises(ValueError, match="cannot tell which of .* not causal; allowed: .* without a cache") as caught:
+    with pytest.raises(
+        ValueError, match="cannot tell which of .* not causal; allowed: .* without a cache"
+    ) as caught:
         model.double().generate(**prompt(0), max_new_tokens=3)
     assert "\n" not in str(caught.value)
 
@@ -225,15 +244,23 @@ def test_images_that_see_themselves_whole(mechanism):
     if mechanism == "sinks":
         pytest.skip("the same rule as window here")
     torch.manual_seed(0)
-    text = dict(TEXT, num_key_value_heads=2, head_dim=8, num_hidden_layers=2, query_pre_attn_scalar=8)
+    text = dict(
+        TEXT, num_key_value_heads=2, head_dim=8, num_hidden_layers=2, query_pre_attn_scalar=8
+    )
     vision = dict(VISION, vision_use_head=False)
     config = hf.Gemma3Config(
-        text_config=hf.Gemma3TextConfig(**text, sliding_window=32, layer_types=["full_attention"] * 2),
+        text_config=hf.Gemma3TextConfig(
+            **text, sliding_window=32, layer_types=["full_attention"] * 2
+        ),
         vision_config=hf.SiglipVisionConfig(**vision),
         image_token_id=98,
         mm_tokens_per_image=4,
     )
-    model = patched(hf.Gemma3ForConditionalGeneration(config).eval(), mechanism, lambda host: "language" in host.name)
+    model = patched(
+        hf.Gemma3ForConditionalGeneration(config).eval(),
+        mechanism,
+        lambda host: "language" in host.name,
+    )
     inputs = prompt(3)
     inputs["token_type_ids"] = (inputs["input_ids"] == 98).long()
     out = model.generate(
@@ -255,7 +282,9 @@ def test_images_that_see_themselves_whole(mechanism):
 
 
 @pytest.mark.parametrize(
-    "config", [ha.HsaConfig(windows=(4,)), ha.HsaConfig(windows=(4,), tying="both")], ids=["default", "both"]
+    "config",
+    [ha.HsaConfig(windows=(4,)), ha.HsaConfig(windows=(4,), tying="both")],
+    ids=["default", "both"],
 )
 def test_a_causal_model_that_was_made_bidirectional_is_an_encoder(config):
     """With a head that could generate and without one, as LLM2Vec and masked diffusion have them."""
@@ -291,7 +320,9 @@ def test_packed_texts_in_the_full_layers_of_a_model_with_chunks(start):
             num_local_experts=2,
         )
     ).eval()
-    ha.patch_model(model, ha.HsaConfig(windows=(3,), near=1, sinks=0, refine_top_k=0), mode="replace")
+    ha.patch_model(
+        model, ha.HsaConfig(windows=(3,), near=1, sinks=0, refine_top_k=0), mode="replace"
+    )
     ids = tokens(1, 20)
     number = torch.arange(20) >= start
     seen = torch.ones(20, 20, dtype=torch.bool).tril() & (number[:, None] == number)

@@ -16,7 +16,9 @@ RULES = {"sinks": Window(near=3, sinks=1), "pages": Pages(near=2, sinks=1, page=
 every_rule = first_always("rule", ["pages", "sinks"])
 every_backend = first_always("backend", ["aot_eager", "eager", "inductor"])
 every_form = first_always("form", ["bool", "position_ids", "-1e4"])
-SEVERAL_TEXTS = "sparse was called with a mask .* its rules know rows of one whole text; allowed: .*"
+SEVERAL_TEXTS = (
+    "sparse was called with a mask .* its rules know rows of one whole text; allowed: .*"
+)
 
 
 def patched(*configs):
@@ -41,10 +43,15 @@ def test_a_compiled_sparse_model_refuses_packed_texts(rule, backend, form):
     with pytest.raises(RuntimeError, match=SEVERAL_TEXTS):
         call(ids, **packed)
     assert torch.is_grad_enabled()
-    one_text = FORMS["bool"]() | {"attention_mask": block_diagonal([sum(LENGTHS)]), "use_cache": False}
+    one_text = FORMS["bool"]() | {
+        "attention_mask": block_diagonal([sum(LENGTHS)]),
+        "use_cache": False,
+    }
     one_text.pop("position_ids")
     with torch.no_grad():
-        assert_close(call(ids, **one_text).logits, model(ids, use_cache=False).logits, 1e-6, "one text")
+        assert_close(
+            call(ids, **one_text).logits, model(ids, use_cache=False).logits, 1e-6, "one text"
+        )
 
 
 @every_rule
@@ -103,7 +110,9 @@ def test_a_compiled_hsa_model_begins_its_windows_with_every_text(form):
 @every_backend
 def test_a_compiled_function_refuses_packed_texts(rule, backend):
     q, k, v = qkv(batch=1, heads=2, lq=sum(LENGTHS), d=8)
-    attend = lambda mask: sparse_attention(q, k, v, attn_mask=mask, is_causal=True, rules=RULES[rule])
+    attend = lambda mask: sparse_attention(
+        q, k, v, attn_mask=mask, is_causal=True, rules=RULES[rule]
+    )
     call = compiled(attend, backend)
     with pytest.raises(RuntimeError, match=SEVERAL_TEXTS):
         call(block_diagonal(LENGTHS))
@@ -114,7 +123,9 @@ def test_a_compiled_function_refuses_packed_texts(rule, backend):
 @every_rule
 def test_a_function_under_vmap_refuses_packed_texts(rule):
     q, k, v = qkv(batch=1, heads=2, lq=sum(LENGTHS), d=8)
-    attend = lambda mask: sparse_attention(q, k, v, attn_mask=mask, is_causal=True, rules=RULES[rule])
+    attend = lambda mask: sparse_attention(
+        q, k, v, attn_mask=mask, is_causal=True, rules=RULES[rule]
+    )
     one_text = block_diagonal([sum(LENGTHS)])
     both = torch.func.vmap(attend)(torch.stack([one_text, one_text]))
     assert_close(both[1], attend(None), 1e-6, "one text")

@@ -31,13 +31,17 @@ MECHANISMS = {
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_places_are_found_once_a_model_call(monkeypatch, mechanism, padding, inference):
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**TEXT, "num_hidden_layers": 5})).eval()
-    ha.patch_model(model, MECHANISMS[mechanism], mode="replace" if mechanism in ("hsa", "sparse") else "blend")
+    ha.patch_model(
+        model, MECHANISMS[mechanism], mode="replace" if mechanism in ("hsa", "sparse") else "blend"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".hyper." in name:
                 parameter.fill_(0.1)
     found, find = [], places.Reading._find_places
-    monkeypatch.setattr(places.Reading, "_find_places", lambda reading: found.append(reading) or find(reading))
+    monkeypatch.setattr(
+        places.Reading, "_find_places", lambda reading: found.append(reading) or find(reading)
+    )
     places.facts_without_mask.cache_clear()
     ids, mask = tokens(2, 21), torch.ones(2, 21, dtype=torch.long)
     mask[1, :padding] = 0
@@ -54,9 +58,13 @@ def test_numbers_count_real_tokens():
     real = torch.tensor([[0, 1, 1, 0, 1, 0]], dtype=torch.bool)
     here = Places(1, 2, 5, torch.device("cpu"), start=2, dropped=1, real=real)
     assert here.numbers.tolist() == [[-1, 0, 1, -1, 2, -1]]
-    assert here.key_numbers.tolist() == [[0, 1, -1, 2, -1]] and here.query_numbers.tolist() == [[-1, 2]]
+    assert here.key_numbers.tolist() == [[0, 1, -1, 2, -1]] and here.query_numbers.tolist() == [
+        [-1, 2]
+    ]
     assert here.stop == 4 and here.spans is None
-    assert here.count_slots(5, 1) == 1 and here.count_slots(5, 2) == 3 and here.count_slots(5, 9) == 4
+    assert (
+        here.count_slots(5, 1) == 1 and here.count_slots(5, 2) == 3 and here.count_slots(5, 9) == 4
+    )
     assert Places(2, 1, 4, torch.device("cpu"), start=3).spans == ([0, 0], [4, 4])
 
 
@@ -115,7 +123,10 @@ def test_a_cache_is_freed_at_once(mechanism):
 
 @pytest.mark.parametrize("query", ["first", "previous", "chunk"])
 def test_a_cache_goes_back_to_its_prompt(query):
-    model, ids = llama(ha.SparseConfig(Pages(near=4, sinks=1, page=4, top=1, query=query, chunk=4))), tokens(1, 130)
+    model, ids = (
+        llama(ha.SparseConfig(Pages(near=4, sinks=1, page=4, top=1, query=query, chunk=4))),
+        tokens(1, 130),
+    )
     found = []
     for removed in (0, 80):
         cache = ha.HierarchicalCache(model)
@@ -136,26 +147,48 @@ def test_a_cache_that_forgets_is_refused_under_another_patch(other):
     with torch.no_grad():
         model(ids[:, :120], past_key_values=cache)
         model(ids[:, 120:121], past_key_values=cache)
-        ha.patch_model(ha.unpatch_model(model), ha.HsaConfig((2, 4), **{**small, **other}), mode="replace")
-        with pytest.raises(ValueError, match="keeps 1 near keys and 1 first ones, and hsa asks for"):
+        ha.patch_model(
+            ha.unpatch_model(model), ha.HsaConfig((2, 4), **{**small, **other}), mode="replace"
+        )
+        with pytest.raises(
+            ValueError, match="keeps 1 near keys and 1 first ones, and hsa asks for"
+        ):
             model(ids[:, 121:122], past_key_values=cache)
 
 
 def test_chunks_begin_at_slots_where_padding_stands_inside():
     """Llama 4: what one call gives, tokens one by one give."""
     sizes = {k: v for k, v in TEXT.items() if k != "num_hidden_layers"}
-    more = dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=48, num_local_experts=2)
+    more = dict(
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+    )
     types = ["chunked_attention", "full_attention"]
-    config = hf.Llama4TextConfig(**sizes, **more, attention_chunk_size=6, layer_types=types, moe_layers=[])
+    config = hf.Llama4TextConfig(
+        **sizes, **more, attention_chunk_size=6, layer_types=types, moe_layers=[]
+    )
     model = hf.Llama4ForCausalLM(config).eval()
-    ha.patch_model(model, ha.HsaConfig((2, 4), near=1, sinks=1, refine_top_k=0, block_bias=0.3), mode="replace")
+    ha.patch_model(
+        model, ha.HsaConfig((2, 4), near=1, sinks=1, refine_top_k=0, block_bias=0.3), mode="replace"
+    )
     ids, mask = tokens(1, 13), torch.ones(1, 13, dtype=torch.long)
     mask[0, 4:6] = 0
-    place, cache, steps = (mask.cumsum(1) - 1).clamp_min(0), hf.DynamicCache(config=model.config), []
+    place, cache, steps = (
+        (mask.cumsum(1) - 1).clamp_min(0),
+        hf.DynamicCache(config=model.config),
+        [],
+    )
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, position_ids=place, use_cache=False).logits
         for i in range(13):
-            given = dict(attention_mask=mask[:, : i + 1], position_ids=place[:, i : i + 1], past_key_values=cache)
+            given = dict(
+                attention_mask=mask[:, : i + 1],
+                position_ids=place[:, i : i + 1],
+                past_key_values=cache,
+            )
             steps.append(model(ids[:, i : i + 1], **given).logits)
     real = mask[0].bool()
     torch.testing.assert_close(torch.cat(steps, 1)[:, real], whole[:, real], rtol=1e-4, atol=1e-4)
@@ -168,7 +201,9 @@ def test_values_may_have_more_heads_than_keys():
     assert all(torch.equal(*pair) for pair in zip(cache.show(), (key, value), strict=True))
 
 
-@pytest.mark.parametrize("real", [torch.ones(0, 5), torch.ones(1, 5), None], ids=["no rows", "one for all", "no mask"])
+@pytest.mark.parametrize(
+    "real", [torch.ones(0, 5), torch.ones(1, 5), None], ids=["no rows", "one for all", "no mask"]
+)
 def test_a_batch_of_no_rows(real):
     real = None if real is None else real.bool()
     places = Places(0, 5, 5, torch.device("cpu"), real=real)
@@ -185,7 +220,9 @@ def test_rows_without_keys():
 def test_windows_of_a_batch_of_no_rows(spans):
     key = torch.zeros(0, 2, 5, 4)
     levels = pool(key, key[..., :3], (2, 4), spans, spans)
-    assert [level.shape[1:] for level in levels.values] == [(2, 5, 3), (2, 3, 3), (2, 2, 3)][: len(levels.values)]
+    assert [level.shape[1:] for level in levels.values] == [(2, 5, 3), (2, 3, 3), (2, 2, 3)][
+        : len(levels.values)
+    ]
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "native", "rows"])

@@ -73,7 +73,12 @@ def places(start, stop, rows=1):
 def test_a_pruned_cache_is_refused_by_name(name):
     model, ids = by_name(name), drawn(2, 20)
     with pytest.raises(ValueError, match=REFUSED):
-        logits(model, ids[:, 16:17], past_key_values=pruned_cache(model, ids), position_ids=places(16, 17))
+        logits(
+            model,
+            ids[:, 16:17],
+            past_key_values=pruned_cache(model, ids),
+            position_ids=places(16, 17),
+        )
 
 
 def test_a_pruned_cache_is_refused_in_a_score_of_ones_own():
@@ -85,7 +90,12 @@ def test_a_pruned_cache_is_refused_in_a_score_of_ones_own():
 
         model, ids = patched(ha.ScoreConfig("pruned_slope")), drawn(2, 20)
         with pytest.raises(ValueError, match=f"pruned_slope {REFUSED}"):
-            logits(model, ids[:, 16:17], past_key_values=pruned_cache(model, ids), position_ids=places(16, 17))
+            logits(
+                model,
+                ids[:, 16:17],
+                past_key_values=pruned_cache(model, ids),
+                position_ids=places(16, 17),
+            )
 
 
 @counting
@@ -119,7 +129,9 @@ def test_a_pruned_cache_whose_positions_are_counted_anew_is_served(name):
     if name in ("pages by the chunk before", "vertical and slash"):
         pytest.skip("what this rule remembers is about the keys that were there")
     implicit = logits(model, ids[:, 16:17], past_key_values=pruned_cache(model, ids))
-    explicit = logits(model, ids[:, 16:17], past_key_values=pruned_cache(model, ids), position_ids=places(13, 14))
+    explicit = logits(
+        model, ids[:, 16:17], past_key_values=pruned_cache(model, ids), position_ids=places(13, 14)
+    )
     assert torch.equal(implicit, explicit)
 
 
@@ -131,7 +143,10 @@ def steps_of(model, ids, sizes=(9, 1, 4, 1, 1), make_cache=hf.DynamicCache, **ro
     cache, parts, place = make_cache(), [], 0
     for size in sizes:
         stop = place + size
-        call = {name: t[:, :stop] if name == "attention_mask" else t[:, place:stop] for name, t in rows.items()}
+        call = {
+            name: t[:, :stop] if name == "attention_mask" else t[:, place:stop]
+            for name, t in rows.items()
+        }
         parts.append(logits(model, ids[:, place:stop], past_key_values=cache, **call))
         place = stop
     return torch.cat(parts, 1)
@@ -211,7 +226,8 @@ def test_a_pruned_cache_whose_position_ids_begin_elsewhere_is_refused(name):
         cache = pruned_cache(model, ids, position_ids=places(shift, 16 + shift))
         place = places(16 + shift, 17 + shift)
         with pytest.raises(
-            ValueError, match=f"position_ids={16 + shift}, counted from {shift}, disagrees with the 13"
+            ValueError,
+            match=f"position_ids={16 + shift}, counted from {shift}, disagrees with the 13",
         ):
             logits(model, ids[:, 16:17], past_key_values=cache, position_ids=place)
     cache = pruned_cache(model, ids)
@@ -265,12 +281,18 @@ def test_position_ids_that_begin_elsewhere_with_a_static_cache(name):
 
 @counting
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gemma2", "gpt_oss"))]
+    "family",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gemma2", "gpt_oss")),
+    ],
 )
 def test_generate_with_every_cache(name, family):
     """Sliding windows drop keys at the front, static caches have empty slots, assisted decoding takes tokens back."""
     if name == "vertical and slash" and family != "llama":
-        pytest.skip("a sliding window drops the columns that the rule measures, so that it is refused there")
+        pytest.skip(
+            "a sliding window drops the columns that the rule measures, so that it is refused there"
+        )
     try:
         model = patched(COUNTING[name], family)
     except ValueError as error:
@@ -281,7 +303,9 @@ def test_generate_with_every_cache(name, family):
     padded = dict(attention_mask=mask, **how)
     expected = model.generate(ids, use_cache=False, **padded)
     caches = [{}, dict(cache_implementation="static", disable_compile=True)]
-    caches += [dict(past_key_values=ha.HierarchicalCache(model, evict=evict)) for evict in (False, True)]
+    caches += [
+        dict(past_key_values=ha.HierarchicalCache(model, evict=evict)) for evict in (False, True)
+    ]
     for cache in caches:
         assert torch.equal(model.generate(ids, **cache, **padded), expected)
     plain = model.generate(ids[1:], use_cache=False, **how)
@@ -293,16 +317,31 @@ def test_generate_with_every_cache(name, family):
 @pytest.mark.parametrize("name", ["hype", "hsa", "window"])
 def test_positions_of_images_are_served(name):
     """M-RoPE counts the tokens of an image by row and column, so that they are fewer positions than tokens."""
-    text = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    text |= dict(num_key_value_heads=2, rope_parameters=dict(rope_type="default", mrope_section=[1, 1, 2]))
+    text = dict(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    text |= dict(
+        num_key_value_heads=2, rope_parameters=dict(rope_type="default", mrope_section=[1, 1, 2])
+    )
     text |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, max_position_embeddings=64)
     torch.manual_seed(0)
     stock = hf.Qwen2VLTextModel(hf.Qwen2VLTextConfig(**text)).eval()
-    config = ha.HyperAttnConfig([COUNTING[name]], mode="replace", layers=lambda host: host.is_causal)
+    config = ha.HyperAttnConfig(
+        [COUNTING[name]], mode="replace", layers=lambda host: host.is_causal
+    )
     model, ids = ha.patch_model(stock, config), drawn(2, 16)
     place = places(0, 16, 2).expand(3, -1, -1).clone()
-    place[..., 4:8], place[..., 8:] = 4, place[..., 8:] - 3  # an image of four tokens at one position
-    rows = torch.cat([places(0, 16, 2)[None], place])  # text positions before the others, as `generate` gives them
+    place[..., 4:8], place[..., 8:] = (
+        4,
+        place[..., 8:] - 3,
+    )  # an image of four tokens at one position
+    rows = torch.cat(
+        [places(0, 16, 2)[None], place]
+    )  # text positions before the others, as `generate` gives them
     with torch.no_grad():
         for ids_of_call in (place, rows):
             expected = model(ids, position_ids=ids_of_call, use_cache=False).last_hidden_state
@@ -346,7 +385,13 @@ def test_what_is_read_once_is_read_again_where_it_differs():
     place += 1
     logits(model, ids[:, 17:18], past_key_values=whole, position_ids=place)
     mask = torch.ones(1, 19, dtype=torch.long)
-    logits(model, ids[:, 18:19], past_key_values=whole, position_ids=torch.tensor([[18]]), attention_mask=mask)
+    logits(
+        model,
+        ids[:, 18:19],
+        past_key_values=whole,
+        position_ids=torch.tensor([[18]]),
+        attention_mask=mask,
+    )
     whole.crop(-1)
     place += 2
     with pytest.raises(ValueError, match="position_ids=19 disagrees with the 18"):
@@ -356,12 +401,27 @@ def test_what_is_read_once_is_read_again_where_it_differs():
 @counting
 def test_layers_of_several_kinds_share_their_position_ids(name):
     """Some layers have masks and others none, where a sliding window is longer than the text or shorter."""
-    kinds = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"], use_sliding_window=True)
-    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    kinds = dict(
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        use_sliding_window=True,
+    )
+    sizes = dict(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     torch.manual_seed(0)
     stock = hf.Qwen2ForCausalLM(hf.Qwen2Config(intermediate_size=48, **sizes | kinds)).eval()
     if name == "vertical and slash":
         pytest.skip("refused with sliding windows")
     model, ids = ha.patch_model(stock, COUNTING[name], mode="replace"), drawn(2, 16)
-    found = steps_of(model, ids, position_ids=places(0, 16), make_cache=lambda: hf.DynamicCache(config=model.config))
+    found = steps_of(
+        model,
+        ids,
+        position_ids=places(0, 16),
+        make_cache=lambda: hf.DynamicCache(config=model.config),
+    )
     torch.testing.assert_close(found, logits(model, ids), atol=2e-5, rtol=0)

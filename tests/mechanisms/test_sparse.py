@@ -55,7 +55,9 @@ name = lambda rule: json.dumps(rule.to_dict())[9:60]
 
 
 def drawn(*shape, seed=0):
-    return torch.randn(*shape, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def attend(query, key, value, rules, **more):
@@ -66,7 +68,11 @@ def attend(query, key, value, rules, **more):
 
 @pytest.mark.parametrize("rule", CAUSAL + CHUNKED, ids=name)
 def test_a_rule_is_its_definition(rule):
-    query, key, value = drawn(1, 2, LENGTH), drawn(1, 1, LENGTH, seed=1), drawn(1, 1, LENGTH, seed=2)
+    query, key, value = (
+        drawn(1, 2, LENGTH),
+        drawn(1, 1, LENGTH, seed=1),
+        drawn(1, 1, LENGTH, seed=2),
+    )
     out, mask = attend(query, key, value, rule), rule.mask(query, key, SCALE)
     for h in range(2):
         expected = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
@@ -90,11 +96,17 @@ def test_a_token_does_not_see_what_comes_after_it(rule):
 
 
 def test_rules_by_head_groups_and_padding():
-    query, key, value = drawn(2, 4, LENGTH), drawn(2, 2, LENGTH, seed=1), drawn(2, 2, LENGTH, seed=2)
+    query, key, value = (
+        drawn(2, 4, LENGTH),
+        drawn(2, 2, LENGTH, seed=1),
+        drawn(2, 2, LENGTH, seed=2),
+    )
     rules = [CAUSAL[i] for i in (1, 7, 9, 15)]
     out = attend(query, key, value, rules)
     for h, rule in enumerate(rules):
-        alone = attend(query[:, h : h + 1], key[:, h // 2][:, None], value[:, h // 2][:, None], rule)
+        alone = attend(
+            query[:, h : h + 1], key[:, h // 2][:, None], value[:, h // 2][:, None], rule
+        )
         torch.testing.assert_close(out[:, h], alone[:, 0], atol=1e-12, rtol=0)
     for pad, real in ((slice(0, 9), slice(9, LENGTH)), (slice(30, LENGTH), slice(0, 30))):
         mask = torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)
@@ -105,7 +117,9 @@ def test_rules_by_head_groups_and_padding():
         torch.testing.assert_close(padded[:1, :, real], alone, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("rule", [*CAUSAL, *CHUNKED, Pages(), Clusters(segment=64), VerticalSlash(every=64)], ids=name)
+@pytest.mark.parametrize(
+    "rule", [*CAUSAL, *CHUNKED, Pages(), Clusters(segment=64), VerticalSlash(every=64)], ids=name
+)
 def test_shares_are_what_is_seen_and_scored(rule):
     query, key, length = drawn(1, 1, 300), drawn(1, 1, 300, seed=1), 300
     seen = rule.mask(query, key, SCALE).sum().item() / (length * (length + 1) / 2)
@@ -116,10 +130,14 @@ def test_shares_are_what_is_seen_and_scored(rule):
         assert seen <= rule.share(length)
 
 
-@pytest.mark.parametrize("windows, near, sinks, top", [((2, 8), 3, 1, 2), ((4, 8, 16), 5, 0, 1), ((3,), 4, 5, 2)])
+@pytest.mark.parametrize(
+    "windows, near, sinks, top", [((2, 8), 3, 1, 2), ((4, 8, 16), 5, 0, 1), ((3,), 4, 5, 2)]
+)
 def test_a_tree_is_hsa_without_its_blocks(windows, near, sinks, top):
     query, key = drawn(1, 1, LENGTH), drawn(1, 1, LENGTH, seed=1)
-    settings = dict(near=near, sinks=sinks, refine_top_k=top, block_bias=float("-inf"), is_causal=True)
+    settings = dict(
+        near=near, sinks=sinks, refine_top_k=top, block_bias=float("-inf"), is_causal=True
+    )
     P = definition_key(SCALE * query @ key.mT, windows_tree(LENGTH, windows), **settings)
     assert torch.equal(P > 0, NestedWindows(windows, near, sinks, top).mask(query, key, SCALE))
 
@@ -131,7 +149,9 @@ def test_pages_are_counted_as_they_are_scored():
         opening = max(0, i // 4 * 4 - 7) // 4
         seen += i - 4 * opening + 1 + 4 * min(2, opening)
         scored += opening / 4 if opening > 2 else 0
-    assert rule.share(length) == pytest.approx((seen + scored) / (length * (length + 1) / 2), abs=1e-12)
+    assert rule.share(length) == pytest.approx(
+        (seen + scored) / (length * (length + 1) / 2), abs=1e-12
+    )
 
 
 def test_lengths_are_looked_up_by_the_query():
@@ -160,19 +180,37 @@ def test_json():
     [
         (lambda: Window(near=0), r"Window.near=0 is not allowed; allowed: numbers from 1"),
         (lambda: Pages(query="last"), "Pages.query='last' is not allowed; allowed: 'own', 'first'"),
-        (lambda: Clusters(size=24), "Clusters.size=24 is not allowed; allowed: divisors of segment=512"),
-        (lambda: VerticalSlash(every=8), "VerticalSlash.measured=64 is not allowed; allowed: at most every=8"),
+        (
+            lambda: Clusters(size=24),
+            "Clusters.size=24 is not allowed; allowed: divisors of segment=512",
+        ),
+        (
+            lambda: VerticalSlash(every=8),
+            "VerticalSlash.measured=64 is not allowed; allowed: at most every=8",
+        ),
         (lambda: Pages(channels=1.5), "Pages.channels=1.5 is not allowed; allowed: at most 1"),
         (lambda: Window(far=1), "Window has no field 'far'; allowed: near, sinks"),
-        (lambda: SparseRule.from_dict({"rule": "none"}), "sparse rule 'none' is unknown; allowed: clusters, exact"),
+        (
+            lambda: SparseRule.from_dict({"rule": "none"}),
+            "sparse rule 'none' is unknown; allowed: clusters, exact",
+        ),
         (lambda: SparseRule.from_dict({"rule": "window", "x": 1}), "Window has no field 'x'"),
         (lambda: SparseRule.from_dict(3), "a sparse rule is 3; allowed: a dict"),
         (lambda: ha.SparseConfig(()), r"SparseConfig.rules=\(\) is not allowed"),
         (lambda: ha.SparseConfig([3]), "allowed: sparse rules such as Window"),
-        (lambda: ha.SparseConfig([[Exact()]], lengths=(4, 2)), "SparseConfig.lengths=.* rising numbers"),
+        (
+            lambda: ha.SparseConfig([[Exact()]], lengths=(4, 2)),
+            "SparseConfig.lengths=.* rising numbers",
+        ),
         (lambda: ha.SparseConfig([[Exact()]], lengths=(2, 4)), "rules for each of the 2 lengths"),
-        (lambda: attend(*[drawn(1, 2, 8)] * 3, [Exact()] * 3), "SparseConfig.rules has 3 rules; allowed: one, or"),
-        (lambda: attend(*[drawn(1, 2, 8)] * 3, Exact(), first=1), "first=1 is not allowed; allowed: integers from 0"),
+        (
+            lambda: attend(*[drawn(1, 2, 8)] * 3, [Exact()] * 3),
+            "SparseConfig.rules has 3 rules; allowed: one, or",
+        ),
+        (
+            lambda: attend(*[drawn(1, 2, 8)] * 3, Exact(), first=1),
+            "first=1 is not allowed; allowed: integers from 0",
+        ),
         (lambda: sparse_rule("window")(Window), "'window' is registered already"),
     ],
 )
@@ -233,7 +271,11 @@ def test_a_rule_that_would_be_lost_is_refused(monkeypatch):
     class Changing(SparseRule):
         share = visible = Exact.visible
 
-    for rule, message in ((Renamed(), "no name of its own"), (Nameless(), "no name of"), (Changing(), "be hashed")):
+    for rule, message in (
+        (Renamed(), "no name of its own"),
+        (Nameless(), "no name of"),
+        (Changing(), "be hashed"),
+    ):
         with pytest.raises(ValueError, match=message):
             ha.SparseConfig([Exact(), rule])
 

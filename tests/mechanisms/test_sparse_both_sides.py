@@ -48,7 +48,9 @@ name = lambda rule: json.dumps(rule.to_dict())[9:70]
 
 
 def drawn(*shape, seed=0):
-    return torch.randn(*shape, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def seen_by_definition(rule, query, key):
@@ -80,7 +82,11 @@ def score_of_page(rule, s, keys, channels):
     total = 0.0
     for d in channels:
         column, q = keys[:, d].tolist(), float(s[d])
-        total += q * sum(column) / len(column) if rule.summary == "mean" else max(q * min(column), q * max(column))
+        total += (
+            q * sum(column) / len(column)
+            if rule.summary == "mean"
+            else max(q * min(column), q * max(column))
+        )
     return total
 
 
@@ -101,12 +107,18 @@ def mask_by_definition(rule, query, key):
 
 
 def attend(query, key, value, rules, **more):
-    return ha.functional.sparse_attention(query, key, value, scale=SCALE, enable_gqa=True, rules=rules, **more)
+    return ha.functional.sparse_attention(
+        query, key, value, scale=SCALE, enable_gqa=True, rules=rules, **more
+    )
 
 
 @pytest.mark.parametrize("rule", BOTH, ids=name)
 def test_a_rule_is_its_definition(rule):
-    query, key, value = drawn(1, 2, LENGTH), drawn(1, 1, LENGTH, seed=1), drawn(1, 1, LENGTH, seed=2)
+    query, key, value = (
+        drawn(1, 2, LENGTH),
+        drawn(1, 1, LENGTH, seed=1),
+        drawn(1, 1, LENGTH, seed=2),
+    )
     out, mask = attend(query, key, value, rule), rule.mask(query, key, SCALE, is_causal=False)
     for h in range(2):
         assert torch.equal(mask[0, h], mask_by_definition(rule, query[0, h], key[0, 0]))
@@ -167,20 +179,28 @@ PADDING = {
 @pytest.mark.parametrize("hidden", PADDING.values(), ids=PADDING)
 def test_padding_is_not_counted(hidden, form):
     rules = [BOTH[i] for i in (2, 6, 15, 17)]
-    query, key, value = drawn(2, 4, LENGTH), drawn(2, 2, LENGTH, seed=1), drawn(2, 2, LENGTH, seed=2)
+    query, key, value = (
+        drawn(2, 4, LENGTH),
+        drawn(2, 2, LENGTH, seed=1),
+        drawn(2, 2, LENGTH, seed=2),
+    )
     real = torch.ones(2, LENGTH, dtype=torch.bool)
     real[0, hidden] = False
     mask = real[:, None, None]
     if form == "bool":
         mask = mask & real[:, None, :, None]
     elif form == "additive":
-        mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+        mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(
+            ~mask, torch.finfo(torch.float64).min
+        )
     out = attend(query, key, value, rules, attn_mask=mask)
     for b in range(2):
         rows = real[b].nonzero().flatten()
         for h, rule in enumerate(rules):
             parts = (query[b, h][rows], key[b, h // 2][rows], value[b, h // 2][rows])
-            torch.testing.assert_close(out[b, h, rows], attend_by_definition(rule, *parts), atol=1e-12, rtol=0)
+            torch.testing.assert_close(
+                out[b, h, rows], attend_by_definition(rule, *parts), atol=1e-12, rtol=0
+            )
     assert out.isfinite().all()
     if form == "bool":
         assert not out[0][:, hidden].any()
@@ -247,7 +267,9 @@ ONE_SIDED = {
     "VerticalSlash()": VerticalSlash(),
     "NestedWindows()": NestedWindows(),
 }
-SIZES = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+SIZES = dict(
+    vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+)
 
 
 @pytest.mark.parametrize("said", ONE_SIDED)
@@ -260,15 +282,22 @@ def test_rules_that_need_an_order_are_refused(said):
     ):
         with pytest.raises(ValueError) as error:
             refused()
-        assert said in str(error.value) and "allowed" in str(error.value) and "\n" not in str(error.value)
+        assert (
+            said in str(error.value)
+            and "allowed" in str(error.value)
+            and "\n" not in str(error.value)
+        )
 
 
 def test_calls_that_have_no_meaning_are_refused():
     with pytest.raises(
-        ValueError, match=r"given SparseConfig\(lengths=\(8, 16\)\) for .*whose queries see the tokens aft"
+        ValueError,
+        match=r"given SparseConfig\(lengths=\(8, 16\)\) for .*whose queries see the tokens aft",
     ):
         ha.patch_model(bert(), ha.SparseConfig([[Exact()], [Window()]], lengths=(8, 16)))
-    with pytest.raises(ValueError, match="key has 8 tokens, query has 5; with is_causal=False they are one text"):
+    with pytest.raises(
+        ValueError, match="key has 8 tokens, query has 5; with is_causal=False they are one text"
+    ):
         attend(drawn(1, 1, 5), drawn(1, 1, 8), drawn(1, 1, 8), Window())
     with pytest.raises(ValueError, match="first=1 is not allowed"):
         attend(*[drawn(1, 1, 8)] * 3, Window(), first=1)
@@ -294,7 +323,9 @@ def test_a_rule_of_ones_own_says_that_it_knows_both_sides():
         query = drawn(1, 1, 12)
         tokens = torch.arange(12)
         seen = (tokens % 3 == 0) | (tokens == tokens[:, None])
-        expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, seen, scale=SCALE)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, query, query, seen, scale=SCALE
+        )
         torch.testing.assert_close(attend(query, query, query, EveryThird()), expected)
     finally:
         RULES.pop("every_third", None)
@@ -302,20 +333,36 @@ def test_a_rule_of_ones_own_says_that_it_knows_both_sides():
 
 def bert(**changes):
     torch.manual_seed(0)
-    config = hf.BertConfig(**SIZES | dict(max_position_embeddings=64, initializer_range=0.4) | changes)
+    config = hf.BertConfig(
+        **SIZES | dict(max_position_embeddings=64, initializer_range=0.4) | changes
+    )
     return hf.BertModel(config, add_pooling_layer=False).eval().double()
 
 
 def vit():
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
-    return hf.ViTModel(hf.ViTConfig(**sizes, image_size=24, patch_size=4, initializer_range=0.4)).eval().double()
+    return (
+        hf.ViTModel(hf.ViTConfig(**sizes, image_size=24, patch_size=4, initializer_range=0.4))
+        .eval()
+        .double()
+    )
 
 
 def t5():
     torch.manual_seed(0)
-    config = dict(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    return hf.T5ForConditionalGeneration(hf.T5Config(**config, initializer_factor=3.0)).eval().double()
+    config = dict(
+        vocab_size=99,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    return (
+        hf.T5ForConditionalGeneration(hf.T5Config(**config, initializer_factor=3.0)).eval().double()
+    )
 
 
 def ids(rows=2, length=LENGTH):
@@ -330,7 +377,9 @@ def text():
 
 def image():
     return dict(
-        pixel_values=torch.randn(2, 3, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        pixel_values=torch.randn(
+            2, 3, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+        )
     )
 
 
@@ -343,9 +392,13 @@ def test_encoders(make, call, tmp_path):
     """Rules change the model, wide ones do not, padding is not counted; gradients flow, and the model is reloaded."""
     call = call()
     stock = make()(**call).last_hidden_state
-    wide = ha.patch_model(make(), ha.SparseConfig([Exact(), Window(99), Pages(99), Pages(1, top=99)]), mode="replace")
+    wide = ha.patch_model(
+        make(), ha.SparseConfig([Exact(), Window(99), Pages(99), Pages(1, top=99)]), mode="replace"
+    )
     real = slice(None) if "attention_mask" not in call else call["attention_mask"].bool()
-    torch.testing.assert_close(wide(**call).last_hidden_state[real], stock[real], atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        wide(**call).last_hidden_state[real], stock[real], atol=1e-10, rtol=0
+    )
     fresh = ha.patch_model(make(), ha.SparseConfig(RULES_OF_HEADS))
     torch.testing.assert_close(fresh(**call).last_hidden_state, stock, atol=1e-12, rtol=0)
 
@@ -367,16 +420,22 @@ def test_encoders(make, call, tmp_path):
 
 def test_a_layer_sees_what_the_rules_of_its_heads_say():
     """BERT's own attention under the masks of the definition."""
-    model = ha.patch_model(bert(num_hidden_layers=1), ha.SparseConfig(RULES_OF_HEADS), mode="replace")
+    model = ha.patch_model(
+        bert(num_hidden_layers=1), ha.SparseConfig(RULES_OF_HEADS), mode="replace"
+    )
     layer = model.encoder.layer[0].attention.self
     hidden = model.embeddings(ids(1))
     query, key, value = (
-        linear(hidden).unflatten(2, (4, 8)).transpose(1, 2) for linear in (layer.query, layer.key, layer.value)
+        linear(hidden).unflatten(2, (4, 8)).transpose(1, 2)
+        for linear in (layer.query, layer.key, layer.value)
     )
     masks = [
-        mask_by_definition(rule, query[0, h].detach(), key[0, h].detach()) for h, rule in enumerate(RULES_OF_HEADS)
+        mask_by_definition(rule, query[0, h].detach(), key[0, h].detach())
+        for h, rule in enumerate(RULES_OF_HEADS)
     ]
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, torch.stack(masks)[None])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, torch.stack(masks)[None]
+    )
     found = layer(hidden)[0]
     torch.testing.assert_close(found, expected.transpose(1, 2).flatten(2), atol=1e-12, rtol=0)
 
@@ -387,12 +446,19 @@ def test_an_encoder_with_a_decoder():
     start = torch.zeros(2, 1, dtype=torch.long)
     stock = t5()(**call, decoder_input_ids=start).logits
     model = ha.patch_model(t5(), ha.SparseConfig(RULES_OF_HEADS), mode="replace")
-    assert not any(hasattr(block.layer[1].EncDecAttention, "hyper") for block in model.decoder.block)
+    assert not any(
+        hasattr(block.layer[1].EncDecAttention, "hyper") for block in model.decoder.block
+    )
     assert (model(**call, decoder_input_ids=start).logits - stock).abs().max() > 1e-2
     how = dict(max_new_tokens=9, min_new_tokens=9, do_sample=False)
-    assert torch.equal(model.generate(**call, **how), model.generate(**call, **how, use_cache=False))
+    assert torch.equal(
+        model.generate(**call, **how), model.generate(**call, **how, use_cache=False)
+    )
     encoder_only = ha.patch_model(
-        t5(), ha.SparseConfig(Pages(query="chunk")), layers=lambda host: not host.is_causal, mode="replace"
+        t5(),
+        ha.SparseConfig(Pages(query="chunk")),
+        layers=lambda host: not host.is_causal,
+        mode="replace",
     )
     encoder_only.generate(**call, **how)
 
@@ -400,11 +466,17 @@ def test_an_encoder_with_a_decoder():
 def test_windows_of_an_encoder():
     """ModernBERT: rules select inside the window of a layer, on both sides."""
     torch.manual_seed(0)
-    sizes = SIZES | dict(global_attn_every_n_layers=2, local_attention=16, initializer_range=0.4, pad_token_id=0)
-    config = hf.ModernBertConfig(**sizes, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    sizes = SIZES | dict(
+        global_attn_every_n_layers=2, local_attention=16, initializer_range=0.4, pad_token_id=0
+    )
+    config = hf.ModernBertConfig(
+        **sizes, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+    )
     stock = hf.ModernBertModel(config).eval().double()
     whole = stock(ids()).last_hidden_state
-    model = ha.patch_model(stock, ha.SparseConfig([Window(99), Exact(), Pages(99), Window(99)]), mode="replace")
+    model = ha.patch_model(
+        stock, ha.SparseConfig([Window(99), Exact(), Pages(99), Window(99)]), mode="replace"
+    )
     torch.testing.assert_close(model(ids()).last_hidden_state, whole, atol=1e-10, rtol=0)
     seen = window_of_pages(Pages(1, 0, 2, 2), 9)
     assert all(abs(i - j) < 9 for i, row in enumerate(seen) for j in row)

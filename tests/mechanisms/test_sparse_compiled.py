@@ -61,10 +61,19 @@ def test_function_and_gradients(padding, rules, runs):
     found = []
     for backend in ("auto", "reference"):
         out = sparse_attention(
-            q, k, v, real[:, None, None], is_causal=True, enable_gqa=True, rules=rules, backend=backend
+            q,
+            k,
+            v,
+            real[:, None, None],
+            is_causal=True,
+            enable_gqa=True,
+            rules=rules,
+            backend=backend,
         )
         out = out * real[:, None, :, None]
-        found.append((out, *torch.autograd.grad((out * v.detach().sum()).square().mean(), (q, k, v))))
+        found.append(
+            (out, *torch.autograd.grad((out * v.detach().sum()).square().mean(), (q, k, v)))
+        )
     assert runs == [True, False]
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
@@ -84,7 +93,9 @@ def test_autocast_which_rounds_values_alone(runs):
     q, k, v = (round_numbers(1, heads, 100, 16).requires_grad_() for heads in (6, 3, 3))
     found = []
     for value, backend in ((v, "auto"), (v.bfloat16(), "auto"), (v, "reference")):
-        out = sparse_attention(q, k, value, is_causal=True, enable_gqa=True, rules=RULES, backend=backend)
+        out = sparse_attention(
+            q, k, value, is_causal=True, enable_gqa=True, rules=RULES, backend=backend
+        )
         assert out.dtype == torch.float32
         found.append((out, *torch.autograd.grad(out.square().mean(), (q, k))))
     assert runs == [True, True, False]
@@ -104,7 +115,9 @@ def test_a_part_of_the_queries(runs):
     q, k, v = round_numbers(1, 6, 20, 16), round_numbers(1, 2, 90, 16), torch.randn(1, 2, 90, 8)
     rules = [RULES[i] for i in (0, 1, 2, 2, 1, 0)]
     one, two = (
-        sparse_attention(q, k, v, is_causal=True, enable_gqa=True, rules=rules, first=70, backend=backend)
+        sparse_attention(
+            q, k, v, is_causal=True, enable_gqa=True, rules=rules, first=70, backend=backend
+        )
         for backend in ("auto", "reference")
     )
     assert runs == [True, False]
@@ -125,11 +138,22 @@ def test_padding_inside_a_chunk_and_counts_of_pages(rule, runs):
     real = torch.ones(2, 53, dtype=torch.bool)
     real[1, 41:] = False
     one, two = (
-        sparse_attention(q, k, v, real[:, None, None], is_causal=True, enable_gqa=True, rules=rule, backend=backend)
+        sparse_attention(
+            q,
+            k,
+            v,
+            real[:, None, None],
+            is_causal=True,
+            enable_gqa=True,
+            rules=rule,
+            backend=backend,
+        )
         for backend in ("auto", "reference")
     )
     assert runs == [True, False]
-    torch.testing.assert_close(one * real[:, None, :, None], two * real[:, None, :, None], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        one * real[:, None, :, None], two * real[:, None, :, None], rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("keys", [0, 5])
@@ -161,18 +185,27 @@ def test_other_calls_go_by_masks(call, runs):
 
 def test_an_added_mask_of_zeros_is_served(runs):
     q, k, v = (torch.randn(1, 6, 60, 8) for _ in range(3))
-    found = [sparse_attention(q, k, v, m, is_causal=True, rules=RULES) for m in (torch.zeros(60, 60), None)]
+    found = [
+        sparse_attention(q, k, v, m, is_causal=True, rules=RULES)
+        for m in (torch.zeros(60, 60), None)
+    ]
     assert runs == [True, True] and torch.equal(*found)
 
 
-SIZES = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+SIZES = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
 GROUPED = SIZES | dict(num_key_value_heads=2, head_dim=16, sliding_window=12)
 #: Hosts with softcaps, sliding windows, sinks and position biases.
 HOSTS = {
     "softcap and windows": lambda hf: hf.Gemma2Config(**GROUPED, attn_logit_softcapping=1.0),
     "windows": lambda hf: hf.MistralConfig(**GROUPED),
-    "sinks and windows": lambda hf: hf.GptOssConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1),
-    "position bias": lambda hf: hf.MptConfig(d_model=64, n_layers=2, n_heads=4, vocab_size=64, max_seq_len=128),
+    "sinks and windows": lambda hf: hf.GptOssConfig(
+        **GROUPED, num_local_experts=2, num_experts_per_tok=1
+    ),
+    "position bias": lambda hf: hf.MptConfig(
+        d_model=64, n_layers=2, n_heads=4, vocab_size=64, max_seq_len=128
+    ),
     "alibi": lambda hf: hf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=64),
 }
 
@@ -185,7 +218,12 @@ def test_hosts_with_more_than_products(host, padded, runs):
 
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(host(hf)).eval()
-    rules = [Pages(near=4, page=4, top=2), Window(near=6, sinks=2), Exact(), Pages(near=3, page=1, top=4)]
+    rules = [
+        Pages(near=4, page=4, top=2),
+        Window(near=6, sinks=2),
+        Exact(),
+        Pages(near=3, page=1, top=4),
+    ]
     ha.patch_model(model, ha.SparseConfig(rules), mode="replace")
     ids, mask = torch.randint(1, 64, (2, 40)), torch.ones(2, 40, dtype=torch.long)
     mask[1, : 7 if padded else 0] = 0
@@ -199,7 +237,12 @@ def test_hosts_with_more_than_products(host, padded, runs):
         first = model(ids[:, :30], attention_mask=mask[:, :30], use_cache=True)
         steps, past = [first.logits], first.past_key_values
         for i in range(30, 40):
-            call = model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=past, use_cache=True)
+            call = model(
+                ids[:, i : i + 1],
+                attention_mask=mask[:, : i + 1],
+                past_key_values=past,
+                use_cache=True,
+            )
             steps.append(call.logits)
     torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=0)
     torch.testing.assert_close(torch.cat(steps, 1) * mask[..., None], found[1], atol=2e-5, rtol=0)
@@ -304,16 +347,28 @@ def test_choices_among_many_keys(keys, runs):
         "one of a kind": torch.eye(length)[:, :16].expand(1, 2, -1, -1).contiguous() * 3 - 1,
     }[keys]
     options = {"near": 3, "page": 1, "summary": "mean"}
-    rules = Pages(top=20, channels=0.25, **options), Pages(top=300, query="previous", chunk=4, channels=0.5, **options)
+    rules = (
+        Pages(top=20, channels=0.25, **options),
+        Pages(top=300, query="previous", chunk=4, channels=0.5, **options),
+    )
     found = [
-        sparse_attention(q, k, v, is_causal=True, scale=1e-3, rules=rules, backend=b) for b in ("auto", "reference")
+        sparse_attention(q, k, v, is_causal=True, scale=1e-3, rules=rules, backend=b)
+        for b in ("auto", "reference")
     ]
     assert runs == [True, False]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    every = sparse_attention(q, k, v, is_causal=True, scale=1e-3, rules=Pages(top=10**17, **options))
+    every = sparse_attention(
+        q, k, v, is_causal=True, scale=1e-3, rules=Pages(top=10**17, **options)
+    )
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1e-3)
     torch.testing.assert_close(every, whole, rtol=1e-4, atol=1e-4)
     one = sparse_attention(
-        q[:, :1, -1:], k[:, :1], v[:, :1], is_causal=True, scale=1e-3, rules=rules[0], first=length - 1
+        q[:, :1, -1:],
+        k[:, :1],
+        v[:, :1],
+        is_causal=True,
+        scale=1e-3,
+        rules=rules[0],
+        first=length - 1,
     )
     torch.testing.assert_close(one, found[1][:, :1, -1:], rtol=1e-4, atol=1e-4)

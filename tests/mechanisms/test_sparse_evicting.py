@@ -56,7 +56,11 @@ def in_steps_with(model, ids, mask, cache):
     """Read a text of which a mask hides some, first much and then by single tokens."""
     where = (mask.cumsum(1) - 1).clamp_min(0)
     for a, b in [(0, 40), *((i, i + 1) for i in range(40, ids.shape[1]))]:
-        past = {"past_key_values": cache, "attention_mask": mask[:, :b], "position_ids": where[:, a:b]}
+        past = {
+            "past_key_values": cache,
+            "attention_mask": mask[:, :b],
+            "position_ids": where[:, a:b],
+        }
         logits(model, ids[:, a:b], **past)
 
 
@@ -69,7 +73,9 @@ def assert_same(got, expected):
     torch.testing.assert_close(got, expected, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 80, [40, *[1] * 40], [7, 1, 20, 2, 50]], ids=lambda x: f"{len(x)} calls")
+@pytest.mark.parametrize(
+    "sizes", [[1] * 80, [40, *[1] * 40], [7, 1, 20, 2, 50]], ids=lambda x: f"{len(x)} calls"
+)
 @pytest.mark.parametrize(
     "rules",
     [SPLIT, WINDOWS * 2, [Window(5, 0)], [Window(9, 3), Window(2, 0), Window(4, 0), Window(1, 6)]],
@@ -82,7 +88,10 @@ def test_decoding_equals_the_cache_that_keeps_all(rules, sizes):
     got, _ = in_steps(model, ids, sizes, cache)
     assert_same(got, in_steps(model, ids, sizes)[0])
     assert_same(got, logits(model, ids))
-    assert all(room <= 20 or part.reach is None for room, part in zip(held(cache), cache.layers[0].store.parts))
+    assert all(
+        room <= 20 or part.reach is None
+        for room, part in zip(held(cache), cache.layers[0].store.parts)
+    )
     assert min(held(cache)) <= 20 and cache.get_seq_length() == 80
 
 
@@ -96,7 +105,9 @@ def test_what_is_kept_gives_what_the_definition_gives():
         kept, values = (t.view()[0, 0] for t in cache.parts[0].tokens)
         shown = rule.mask(query[:, :, i : i + 1], kept[None, None], first=len(kept) - 1)[0, 0, 0]
         weights = torch.softmax((0.4 * kept @ query[0, 0, i]).masked_fill(~shown, -torch.inf), 0)
-        expected = reference.attention(rule, *(t[0, 0, : i + 1] for t in (query, key, value)), 0.4)[i]
+        expected = reference.attention(rule, *(t[0, 0, : i + 1] for t in (query, key, value)), 0.4)[
+            i
+        ]
         assert_same(weights @ values, expected)
         cache.evict_unreachable(None)
     assert held_of(cache) <= 20
@@ -136,7 +147,9 @@ def test_padding_in_the_middle_of_a_row():
     part = lambda a, b: {"attention_mask": mask[:, :b], "position_ids": where[:, a:b]}
     caches = HierarchicalCache(model, evict=True), hf.DynamicCache(config=model.config)
     for a, b in [(0, 25), (25, 34), *((i, i + 1) for i in range(34, 70))]:
-        got, expected = (logits(model, ids[:, a:b], past_key_values=c, **part(a, b)) for c in caches)
+        got, expected = (
+            logits(model, ids[:, a:b], past_key_values=c, **part(a, b)) for c in caches
+        )
         real = mask[:, a:b].bool()
         assert_same(got[real], expected[real])
     assert min(held(caches[0])) < 40
@@ -151,18 +164,26 @@ def test_rows_may_change_and_tokens_be_taken_back():
         cache = copy.deepcopy(cache)
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([0, 3, 1]))
-        caches.append([logits(model, ids[[1, 1, 1], i : i + 1], past_key_values=cache) for i in range(43, 60)])
+        caches.append(
+            [logits(model, ids[[1, 1, 1], i : i + 1], past_key_values=cache) for i in range(43, 60)]
+        )
     assert_same(*(torch.cat(parts, 1) for parts in caches))
 
 
 def test_chunks_assisted_decoding_and_a_second_text():
     model, ids = made(), drawn(1, 30)
     plain, cache = model.generate(ids, **HOW), HierarchicalCache(model, evict=True)
-    assert torch.equal(model.generate(ids, past_key_values=cache, prefill_chunk_size=7, **HOW), plain)
+    assert torch.equal(
+        model.generate(ids, past_key_values=cache, prefill_chunk_size=7, **HOW), plain
+    )
     more = torch.cat([plain, ids[:, :5]], 1)
-    assert torch.equal(model.generate(more, past_key_values=cache, **HOW), model.generate(more, **HOW))
+    assert torch.equal(
+        model.generate(more, past_key_values=cache, **HOW), model.generate(more, **HOW)
+    )
     cache.reset()
-    assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=2, **HOW), plain)
+    assert torch.equal(
+        model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=2, **HOW), plain
+    )
 
 
 def test_rules_for_several_lengths():
@@ -177,7 +198,10 @@ def test_biases_sinks_and_softcaps_are_those_of_the_heads():
     """Through the layer alone, with a cache beside it, one token after another."""
     layer = SparseLayer(SparseConfig([*WINDOWS, Exact(), Exact()]), None, "replace")
     torch.manual_seed(0)
-    query, bias = torch.randn(1, 4, 50, 8, dtype=torch.float64), torch.randn(1, 4, 50, 50, dtype=torch.float64)
+    query, bias = (
+        torch.randn(1, 4, 50, 8, dtype=torch.float64),
+        torch.randn(1, 4, 50, 50, dtype=torch.float64),
+    )
     key, value = torch.randn(2, 1, 2, 50, 8, dtype=torch.float64)
     cache = LayerCache(key, value, reaches_of(layer.find_rules(0, 4, 4, is_causal=True), 2))
     for i in range(50):
@@ -197,7 +221,9 @@ def test_weights_are_those_of_all_tokens():
     for cache in (HierarchicalCache(model, evict=True), hf.DynamicCache(config=model.config)):
         in_steps(model, ids, [50, *[1] * 9], cache)
         with torch.no_grad():
-            outputs.append(model(ids[:, 59:], past_key_values=cache, output_attentions=True).attentions[1])
+            outputs.append(
+                model(ids[:, 59:], past_key_values=cache, output_attentions=True).attentions[1]
+            )
     assert_same(*outputs)
 
 
@@ -220,7 +246,9 @@ def test_layers_without_rules_keep_all_and_other_mechanisms_theirs():
     ids = drawn(2, 60)
     for model in (
         ha.patch_model(llama(), SparseConfig(WINDOWS * 2), mode="replace", layers="last-half"),
-        ha.patch_model(llama(), HsaConfig((2, 4), near=1, refine_top_k=0), mode="replace", layers="first-half"),
+        ha.patch_model(
+            llama(), HsaConfig((2, 4), near=1, refine_top_k=0), mode="replace", layers="first-half"
+        ),
     ):
         cache = HierarchicalCache(model, evict=True)
         assert_same(in_steps(model, ids, [30, *[1] * 30], cache)[0], logits(model, ids))
@@ -234,8 +262,16 @@ def test_layers_without_rules_keep_all_and_other_mechanisms_theirs():
         (lambda: made([Window(5), Exact()] * 2), "one whose rule may look at any key"),
         (lambda: made([Pages()]), "one whose rule may look at any key"),
         (lambda: ha.patch_model(llama(), SparseConfig(Window(5))), "runs sparse, mode='blend'"),
-        (lambda: ha.patch_model(llama(), SparseConfig(Window(5)), mode="replace", heads=(0, 2)), "look at any key"),
-        (lambda: ha.patch_model(llama(), SparseConfig(Window(5)), ha.HypeConfig(mu=0.1), mode="replace"), "hype"),
+        (
+            lambda: ha.patch_model(llama(), SparseConfig(Window(5)), mode="replace", heads=(0, 2)),
+            "look at any key",
+        ),
+        (
+            lambda: ha.patch_model(
+                llama(), SparseConfig(Window(5)), ha.HypeConfig(mu=0.1), mode="replace"
+            ),
+            "hype",
+        ),
         (lambda: tied((2, 4), refine_top_k=1), "HSA lets look at any"),
         (lambda: tied(()), "HSA lets look at any"),
         (lambda: tied((2, 4), heads=(0,)), "HSA lets look at any"),
@@ -258,7 +294,8 @@ def test_what_would_read_forgotten_keys_is_refused():
     cache = HierarchicalCache(model, evict=True)
     in_steps(model, ids, [50, 1, 1], cache)
     with pytest.raises(
-        ValueError, match=r"has forgotten keys .* a crop to 40 tokens; allowed: crops to 4\d tokens or more"
+        ValueError,
+        match=r"has forgotten keys .* a crop to 40 tokens; allowed: crops to 4\d tokens or more",
     ):
         cache.crop(-12)
     with pytest.raises(ValueError, match="its padding is not where it was"):
@@ -274,7 +311,9 @@ def test_what_would_read_forgotten_keys_is_refused():
         with pytest.raises(ValueError, match="a cache that was made for this model"):
             other = HierarchicalCache(model, evict=True)
             logits(made(rules), ids, past_key_values=other)
-    logits(made([Window(4, 1)]), ids, past_key_values=HierarchicalCache(model, evict=True))  # it asks for less
+    logits(
+        made([Window(4, 1)]), ids, past_key_values=HierarchicalCache(model, evict=True)
+    )  # it asks for less
     config = tiny_config("diffllama")
     changing = hf.AutoModelForCausalLM.from_config(config).eval()
     ha.patch_model(changing, SparseConfig(Window(5)), mode="replace")

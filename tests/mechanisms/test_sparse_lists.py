@@ -118,7 +118,9 @@ def define_output(rule, query, key, value, scale):
                 score = max(float(k @ k) for k in keys) + sum(float(asking @ k) for k in keys)
                 scored.append((-score, page))
         pages = {page for _, page in sorted(scored)[: rule.top]}
-        seen = [j for j in range(i + 1) if j < rule.sinks or j >= opening or j // rule.page in pages]
+        seen = [
+            j for j in range(i + 1) if j < rule.sinks or j >= opening or j // rule.page in pages
+        ]
         weights = torch.softmax(torch.stack([scale * query[i] @ key[j] for j in seen]), 0)
         out.append(sum(w * value[j] for w, j in zip(weights, seen, strict=True)))
     return torch.stack(out)
@@ -131,7 +133,9 @@ def choose_by(rule, query, start, i):
         return query[start]
     if rule.query == "chunk":
         return query[start : start + rule.chunk].mean(0)
-    return query[start - rule.chunk : start].mean(0) if start else query[0]  # nothing is chosen in the first chunk
+    return (
+        query[start - rule.chunk : start].mean(0) if start else query[0]
+    )  # nothing is chosen in the first chunk
 
 
 def draw(kind, *shape):
@@ -151,7 +155,10 @@ def test_against_a_definition_in_loops(each, kind, runs):
     weights = torch.randn_like(out)
     found = [out, *torch.autograd.grad((out * weights).sum(), (q, k, v))]
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    heads = [define_output(each, wide[0][0, h], wide[1][0, h // 2], wide[2][0, h // 2], 0.25) for h in range(4)]
+    heads = [
+        define_output(each, wide[0][0, h], wide[1][0, h // 2], wide[2][0, h // 2], 0.25)
+        for h in range(4)
+    ]
     defined = torch.stack(heads)[None]
     expected = [defined, *torch.autograd.grad((defined * weights).sum(), wide)]
     assert runs == [True]
@@ -179,13 +186,17 @@ def test_padding_moves_nothing(padding, runs):
 def test_bfloat16(runs):
     q, k, v = (draw("round", 1, 5, 60, 16).bfloat16() for _ in range(3))
     out = sparse_attention(q, k, v, is_causal=True, rules=RULES)
-    expected = sparse_attention(q.float(), k.float(), v.float(), is_causal=True, rules=RULES, backend="reference")
+    expected = sparse_attention(
+        q.float(), k.float(), v.float(), is_causal=True, rules=RULES, backend="reference"
+    )
     assert runs == [True, False] and out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 def model_of(rules, window=None, **more):
-    sizes = dict(vocab_size=64, hidden_size=40, intermediate_size=32, num_hidden_layers=2, pad_token_id=0)
+    sizes = dict(
+        vocab_size=64, hidden_size=40, intermediate_size=32, num_hidden_layers=2, pad_token_id=0
+    )
     sizes |= dict(num_attention_heads=5, num_key_value_heads=1, head_dim=8)
     torch.manual_seed(0)
     if window is None:
@@ -196,7 +207,13 @@ def model_of(rules, window=None, **more):
 
 
 #: The kernel chooses the pages of the second and fourth head.
-MIXED = [RULES[0], Pages(near=4, page=4, top=2, query="previous", chunk=8), RULES[3], Pages(near=4, page=2), RULES[2]]
+MIXED = [
+    RULES[0],
+    Pages(near=4, page=4, top=2, query="previous", chunk=8),
+    RULES[3],
+    Pages(near=4, page=2),
+    RULES[2],
+]
 
 
 @pytest.mark.parametrize("kind", [hf.DynamicCache, ha.HierarchicalCache])
@@ -213,14 +230,20 @@ def test_a_model_generates_by_the_kernel(padded, kind, runs):
         ha.set_backend(model, "auto")
         runs.clear()
         whole = logits(ids, attention_mask=mask, use_cache=False) * mask[..., None]
-        cache, parts, place = kind() if kind is ha.HierarchicalCache else kind(config=model.config), [], 0
+        cache, parts, place = (
+            kind() if kind is ha.HierarchicalCache else kind(config=model.config),
+            [],
+            0,
+        )
         for size in (21, 9, *[1] * 20):
             call = dict(attention_mask=mask[:, : place + size], past_key_values=cache)
             parts.append(logits(ids[:, place : place + size], **call))
             place += size
     assert all(runs) and len(runs) == 2 * 23
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.cat(parts, 1) * mask[..., None], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat(parts, 1) * mask[..., None], expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_with_rules_for_several_lengths(runs):
@@ -289,9 +312,13 @@ def test_a_sliding_window(window, runs):
 
 
 @pytest.mark.parametrize("method", ["opening", "choose_pages"])
-def test_a_rule_that_overrides_a_step_of_the_choice_goes_by_a_mask(method, runs, caplog, monkeypatch):
+def test_a_rule_that_overrides_a_step_of_the_choice_goes_by_a_mask(
+    method, runs, caplog, monkeypatch
+):
     hf_logging.warning_once.cache_clear()
-    monkeypatch.setattr(LoudPages, method, lambda self, given: getattr(PageRule, method)(self, given), raising=False)
+    monkeypatch.setattr(
+        LoudPages, method, lambda self, given: getattr(PageRule, method)(self, given), raising=False
+    )
     q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         sparse_attention(q, k, v, is_causal=True, rules=LoudPages())
@@ -310,7 +337,10 @@ def test_one_line_says_that_the_call_is_not_served(caplog):
 @pytest.mark.parametrize("each, by_kernel", [(NoChecks(), False), (SameForAllHeads(), True)])
 def test_odd_rules_give_what_masks_give(each, by_kernel, runs):
     q, k, v = (torch.randn(2, 4, 37, 8) for _ in range(3))
-    found = [sparse_attention(q, k, v, is_causal=True, rules=each, backend=b) for b in ("auto", "reference")]
+    found = [
+        sparse_attention(q, k, v, is_causal=True, rules=each, backend=b)
+        for b in ("auto", "reference")
+    ]
     assert runs == [by_kernel, False]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
@@ -318,7 +348,8 @@ def test_odd_rules_give_what_masks_give(each, by_kernel, runs):
 def test_scores_of_another_shape_are_refused():
     q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
     with pytest.raises(
-        ValueError, match=r"SameForAllHeads\.score_pages returned \[1, 1, 1, 9\]; allowed: \[1, 2, 40, 10\]"
+        ValueError,
+        match=r"SameForAllHeads\.score_pages returned \[1, 1, 1, 9\]; allowed: \[1, 2, 40, 10\]",
     ):
         sparse_attention(q, k, v, is_causal=True, rules=SameForAllHeads(wrong=True))
 
@@ -330,10 +361,14 @@ def test_a_rule_that_changes_what_is_seen_goes_by_a_mask(runs):
     changed = sparse_attention(q, torch.randn_like(k).where(torch.arange(40)[:, None] < 10, k), v, is_causal=True,
                                rules=each)  # fmt: skip
     assert runs == [False, False] and not each.mask(q, k)[..., :10].any()
-    torch.testing.assert_close(out[:, :, 10:14], changed[:, :, 10:14])  # later queries may choose other pages
+    torch.testing.assert_close(
+        out[:, :, 10:14], changed[:, :, 10:14]
+    )  # later queries may choose other pages
 
 
-@pytest.mark.parametrize("each, calls", [(EveryThird(), [False]), (LoudPages(), [True])], ids=["mask", "lists"])
+@pytest.mark.parametrize(
+    "each, calls", [(EveryThird(), [False]), (LoudPages(), [True])], ids=["mask", "lists"]
+)
 def test_one_line_says_that_a_rule_runs_under_a_mask(each, calls, runs, caplog):
     hf_logging.warning_once.cache_clear()
     q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
@@ -350,7 +385,9 @@ def test_one_line_says_that_a_rule_runs_under_a_mask(each, calls, runs, caplog):
 def test_where_the_kernel_does_not_serve_the_mask_gives_the_same(call, runs):
     torch.manual_seed(1)
     q, k, v = (draw("round", 1, 2, 40, 8) for _ in range(3))
-    if call == "both sides":  # the definition: every page that is not near is a candidate, by the same scores
+    if (
+        call == "both sides"
+    ):  # the definition: every page that is not near is a candidate, by the same scores
         out = sparse_attention(q, k, v, rules=LoudPages(near=1, sinks=0, page=1, top=40))
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     else:
@@ -363,7 +400,8 @@ def test_where_the_kernel_does_not_serve_the_mask_gives_the_same(call, runs):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"page": 0}, {"near": 0}, {"top": -1}, {"chunk": 0, "query": "first"}, {"query": "x"}]
+    "fields",
+    [{"page": 0}, {"near": 0}, {"top": -1}, {"chunk": 0, "query": "first"}, {"query": "x"}],
 )
 def test_fields_out_of_range_are_refused(fields):
     with pytest.raises(ValueError, match=rf"LoudPages\.{list(fields)[0]}.*allowed"):

@@ -12,7 +12,14 @@ import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.engines.cpu import selected
 from hf_hyperattn.mechanisms.base import HostCall, RankHeads
-from hf_hyperattn.mechanisms.sparse import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
+from hf_hyperattn.mechanisms.sparse import (
+    Clusters,
+    Exact,
+    NestedWindows,
+    Pages,
+    VerticalSlash,
+    Window,
+)
 from tests.engines.test_native import needs_compiler
 
 RULES = [
@@ -26,8 +33,20 @@ LENGTH = 45
 
 def llama(**changes):
     torch.manual_seed(0)
-    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    sizes |= dict(intermediate_size=48, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.4)
+    sizes = dict(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    sizes |= dict(
+        intermediate_size=48,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.4,
+    )
     return hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**sizes | changes)).eval().double()
 
 
@@ -64,7 +83,9 @@ def test_rules_change_the_model_and_exact_ones_do_not():
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [20, *[1] * 25], [7, 1, 13, 2, 22]], ids=str)
 def test_steps_give_what_a_prompt_gives(sizes):
     model, ids = sparse(), drawn()
-    torch.testing.assert_close(in_steps(model, ids, sizes)[0], logits(model, ids), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        in_steps(model, ids, sizes)[0], logits(model, ids), atol=1e-10, rtol=0
+    )
 
 
 def test_rows_of_a_cache_may_change():
@@ -86,7 +107,9 @@ def test_rows_of_a_cache_may_change():
 def test_a_cache_of_another_model_is_refused():
     model, ids = sparse(), drawn()
     _, past = in_steps(llama(initializer_range=0.1), ids, [30])
-    with pytest.raises(ValueError, match="which are not known: the cache was filled by another model"):
+    with pytest.raises(
+        ValueError, match="which are not known: the cache was filled by another model"
+    ):
         logits(model, ids[:, 30:31], past_key_values=past)
     own = sparse([Pages(5, 1, 4, 2), Clusters(3, 1, 8, 2, 3), Window(4), Exact()])
     _, past = in_steps(llama(initializer_range=0.1), ids, [30])
@@ -97,7 +120,9 @@ def test_generate_with_padding_and_beams():
     model, ids = sparse(), drawn(2, 20)
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
-    how = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    how = dict(
+        attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
+    )
     for beams in (1, 3):
         plain = model.generate(ids, use_cache=False, num_beams=beams, **how)
         assert torch.equal(model.generate(ids, num_beams=beams, **how), plain)
@@ -108,13 +133,34 @@ def test_generate_with_padding_and_beams():
 
 
 def test_sliding_windows_and_their_caches():
-    config = dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"], use_sliding_window=True)
+    config = dict(
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
+        use_sliding_window=True,
+    )
     torch.manual_seed(0)
-    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    stock = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(intermediate_size=48, **sizes | config)).eval().double()
-    rules = [Pages(3, 1, 2, 2, query="previous", chunk=2), Window(5, 2), Clusters(2, 1, 4, 2, 1), Pages(2, 0, 2, 1)]
+    sizes = dict(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    stock = (
+        hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(intermediate_size=48, **sizes | config))
+        .eval()
+        .double()
+    )
+    rules = [
+        Pages(3, 1, 2, 2, query="previous", chunk=2),
+        Window(5, 2),
+        Clusters(2, 1, 4, 2, 1),
+        Pages(2, 0, 2, 1),
+    ]
     model, ids = ha.patch_model(stock, ha.SparseConfig(rules), mode="replace"), drawn()
-    torch.testing.assert_close(in_steps(model, ids, [5, *[1] * 40])[0], logits(model, ids), atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        in_steps(model, ids, [5, *[1] * 40])[0], logits(model, ids), atol=1e-10, rtol=0
+    )
 
 
 def test_longer_than_tuned_is_said_once(caplog):
@@ -124,11 +170,16 @@ def test_longer_than_tuned_is_said_once(caplog):
         assert not caplog.messages
         logits(model, drawn())
         logits(model, drawn())
-    assert len(caplog.messages) == 1 and "chosen for 20 tokens, and it runs on 45" in caplog.messages[0]
+    assert (
+        len(caplog.messages) == 1
+        and "chosen for 20 tokens, and it runs on 45" in caplog.messages[0]
+    )
 
 
 def test_rules_for_another_count_of_heads_are_refused():
-    with pytest.raises(ValueError, match="rules has 3 rules; allowed: one, or one for each of the 4 query heads"):
+    with pytest.raises(
+        ValueError, match="rules has 3 rules; allowed: one, or one for each of the 4 query heads"
+    ):
         ha.patch_model(llama(), ha.SparseConfig([Exact()] * 3))
 
 
@@ -146,11 +197,20 @@ def test_packed_texts_are_refused_where_rules_count_from_a_beginning():
 
 @pytest.mark.parametrize("length", [12, 20])
 def test_chunked_attention_is_refused_beyond_a_chunk(length):
-    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     sizes |= dict(intermediate_size=48, intermediate_size_mlp=48, head_dim=8, num_local_experts=2)
     config = hf.Llama4TextConfig(**sizes, attention_chunk_size=16)
     stock = hf.AutoModelForCausalLM.from_config(config).eval()
-    model, how = ha.patch_model(stock, ha.SparseConfig([Pages(5, 1, 4, 2)]), mode="replace"), dict(do_sample=False)
+    model, how = (
+        ha.patch_model(stock, ha.SparseConfig([Pages(5, 1, 4, 2)]), mode="replace"),
+        dict(do_sample=False),
+    )
     model.generate(drawn(1, 12), max_new_tokens=3, **how)
     with pytest.raises(ValueError, match="chunked attention"):
         model.generate(drawn(1, length), max_new_tokens=8, min_new_tokens=8, **how)
@@ -161,22 +221,37 @@ def test_a_compiled_step_is_refused_where_it_shares_a_selection():
     torch._dynamo.reset()
     model, ids = sparse(num_hidden_layers=1), drawn(1, 12)
     _, past = in_steps(model, ids, [11])
-    step = torch.compile(lambda ids: model(ids, past_key_values=past).logits, backend="eager", fullgraph=True)
-    with torch.no_grad(), pytest.raises(Exception, match="cannot decode in a compiled or exported call"):
+    step = torch.compile(
+        lambda ids: model(ids, past_key_values=past).logits, backend="eager", fullgraph=True
+    )
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match="cannot decode in a compiled or exported call"),
+    ):
         step(ids[:, 11:])
 
 
 @pytest.mark.slow
 def test_exports_are_refused():
     model, ids = sparse([Pages(5, 1, 4, 2)], num_hidden_layers=1, use_cache=False), drawn(1, 12)
-    with torch.no_grad(), pytest.raises(Exception, match="sparse rules cannot be exported or traced"):
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match="sparse rules cannot be exported or traced"),
+    ):
         torch.export.export(model, (ids,))
-    attend = lambda x: ha.functional.sparse_attention(x, x, x, is_causal=True, rules=Pages(5, 1, 4, 2))
+    attend = lambda x: ha.functional.sparse_attention(
+        x, x, x, is_causal=True, rules=Pages(5, 1, 4, 2)
+    )
     with pytest.raises(ValueError, match="sparse rules cannot be exported or traced"):
         torch.jit.trace(attend, (torch.randn(1, 2, 12, 8),), check_trace=False)
     exact = lambda x: ha.functional.sparse_attention(x, x, x, is_causal=True, rules=Exact())
-    traced, x = torch.jit.trace(exact, (torch.randn(1, 2, 12, 8),), check_trace=False), torch.randn(1, 2, 12, 8)
-    torch.testing.assert_close(traced(x), torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+    traced, x = (
+        torch.jit.trace(exact, (torch.randn(1, 2, 12, 8),), check_trace=False),
+        torch.randn(1, 2, 12, 8),
+    )
+    torch.testing.assert_close(
+        traced(x), torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    )
 
 
 class Mesh:
@@ -270,10 +345,26 @@ def test_a_cache_keeps_the_choice_of_a_chunk(monkeypatch):
         assert torch.equal(here, there)
         return asked[0]
 
-    fresh, known = [False] * 4, [False, True, True, False]  # heads by a query of its own, and without pages
+    fresh, known = (
+        [False] * 4,
+        [False, True, True, False],
+    )  # heads by a query of its own, and without pages
     step(ids[:, :24])
-    assert [step(ids[:, i : i + 1]) for i in range(24, 31)] == [fresh, known, known, known, fresh, known, known]
-    for removed, expected in ((1, known), (2, known), (3, fresh), (4, fresh)):  # 30, 29, 28 and 27 of 31 are left
+    assert [step(ids[:, i : i + 1]) for i in range(24, 31)] == [
+        fresh,
+        known,
+        known,
+        known,
+        fresh,
+        known,
+        known,
+    ]
+    for removed, expected in (
+        (1, known),
+        (2, known),
+        (3, fresh),
+        (4, fresh),
+    ):  # 30, 29, 28 and 27 of 31 are left
         for cache in (kept, plain):
             cache.crop(-removed)
         other = (ids[:, 31 - removed : 32 - removed] + 7) % 80 + 5
@@ -286,14 +377,32 @@ def test_a_cache_keeps_the_choice_of_a_chunk(monkeypatch):
 
 
 def gemma_whose_layers_share_keys():
-    sizes = dict(vocab_size=99, vocab_size_per_layer_input=99, hidden_size=32, intermediate_size=48, laurel_rank=4)
-    sizes |= dict(
-        num_hidden_layers=4, num_kv_shared_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+    sizes = dict(
+        vocab_size=99,
+        vocab_size_per_layer_input=99,
+        hidden_size=32,
+        intermediate_size=48,
+        laurel_rank=4,
     )
-    sizes |= dict(layer_types=["full_attention"] * 4, activation_sparsity_pattern=[0.0] * 4, initializer_range=0.3)
+    sizes |= dict(
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    sizes |= dict(
+        layer_types=["full_attention"] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+        initializer_range=0.3,
+    )
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(hf.Gemma3nTextConfig(**sizes, hidden_size_per_layer_input=8)).eval()
-    return ha.patch_model(model, ha.SparseConfig([Pages(1, 0, 2, 2, query="first", chunk=8)]), mode="replace")
+    model = hf.AutoModelForCausalLM.from_config(
+        hf.Gemma3nTextConfig(**sizes, hidden_size_per_layer_input=8)
+    ).eval()
+    return ha.patch_model(
+        model, ha.SparseConfig([Pages(1, 0, 2, 2, query="first", chunk=8)]), mode="replace"
+    )
 
 
 @needs_compiler
@@ -309,30 +418,41 @@ def test_layers_that_share_keys_choose_each_for_itself():
 @pytest.mark.parametrize("query", ["first", "previous"])
 def test_a_choice_made_while_tokens_were_hidden_is_not_kept(query):
     """A row hides its newest tokens for three steps, then shows them all."""
-    model, ids = sparse([Pages(1, 0, 2, 2, query=query, chunk=4)], num_hidden_layers=1).float(), drawn()
+    model, ids = (
+        sparse([Pages(1, 0, 2, 2, query=query, chunk=4)], num_hidden_layers=1).float(),
+        drawn(),
+    )
     caches = ha.HierarchicalCache(), hf.DynamicCache(config=model.config)
     for first, last in ((0, 22), *((i, i + 1) for i in range(22, 34))):
         mask = torch.ones(2, last, dtype=torch.long)
         if 22 < last <= 25:
             mask[1, 21:] = 0
         call = {"attention_mask": mask}
-        kept, plain = (logits(model, ids[:, first:last], past_key_values=cache, **call) for cache in caches)
+        kept, plain = (
+            logits(model, ids[:, first:last], past_key_values=cache, **call) for cache in caches
+        )
         assert torch.equal(kept, plain)
 
 
-@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+@pytest.mark.parametrize(
+    "modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)]
+)
 def test_a_cache_goes_on_in_another_mode(modes):
     """What inference mode has made can be read later, but not written to."""
     ids = drawn()
 
     def logits_with(cache):
         model, parts = sparse(PAGED).float(), []
-        for mode, first, last in zip(modes * 3, (0, 20, 21, 22, 29, 30), (20, 21, 22, 29, 30, 40), strict=True):
+        for mode, first, last in zip(
+            modes * 3, (0, 20, 21, 22, 29, 30), (20, 21, 22, 29, 30, 40), strict=True
+        ):
             with mode():
                 parts.append(model(ids[:, first:last], past_key_values=cache).logits)
         return torch.cat(parts, 1)
 
-    torch.testing.assert_close(logits_with(ha.HierarchicalCache()), logits_with(hf.DynamicCache()), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_with(ha.HierarchicalCache()), logits_with(hf.DynamicCache()), atol=1e-4, rtol=0
+    )
 
 
 @needs_compiler
@@ -340,20 +460,31 @@ def test_kept_summaries_know_padding(monkeypatch):
     """Rows of other lengths: pages count from the first token of each."""
     pages, model, ids = counted(monkeypatch), sparse(PAGED).float(), drawn(3)
     ids[0, :13] = ids[1, :4] = 0
-    options = {"attention_mask": ids.ne(0).long(), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    options = {
+        "attention_mask": ids.ne(0).long(),
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     plain = model.generate(ids, **options)
     assert not pages
-    assert torch.equal(model.generate(ids, past_key_values=ha.HierarchicalCache(), **options), plain)
+    assert torch.equal(
+        model.generate(ids, past_key_values=ha.HierarchicalCache(), **options), plain
+    )
     assert any(len(set(new)) > 1 for new in pages)
     beams = options | {"num_beams": 3}
     assert torch.equal(
-        model.generate(ids, past_key_values=ha.HierarchicalCache(), **beams), model.generate(ids, **beams)
+        model.generate(ids, past_key_values=ha.HierarchicalCache(), **beams),
+        model.generate(ids, **beams),
     )
 
 
 @pytest.mark.parametrize(
     "config",
-    [ha.SparseConfig(Pages(2, 1, 2, 1)), ha.HsaConfig(windows=(2, 4), near=1, sinks=0, refine_top_k=0)],
+    [
+        ha.SparseConfig(Pages(2, 1, 2, 1)),
+        ha.HsaConfig(windows=(2, 4), near=1, sinks=0, refine_top_k=0),
+    ],
     ids=["sparse", "hsa"],
 )
 @pytest.mark.parametrize("padding", ["none", "left", "of another make"])
@@ -361,11 +492,21 @@ def test_what_an_indexer_hides_is_no_padding(config, padding):
     """DeepSeek's indexer leaves each query four keys; where tokens stand is as without it."""
     if not hasattr(hf, "DeepseekV32Config"):
         pytest.skip("this Transformers has no such family")
-    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
-    ranks = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+    sizes = dict(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    ranks = dict(
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8
+    )
     # many heads, so that no scores of the indexer tie, which steps and prompts break differently
     indexer = dict(index_topk=4, index_n_heads=16, index_head_dim=16)
-    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1)
+    experts = dict(
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1
+    )
     torch.manual_seed(0)
     others = dict(num_key_value_heads=4, first_k_dense_replace=1, initializer_range=0.1)
     made = hf.DeepseekV32Config(**sizes, **ranks, **indexer, **experts, **others)
@@ -380,7 +521,11 @@ def test_what_an_indexer_hides_is_no_padding(config, padding):
         if padding == "left":
             return dict(attention_mask=real[:, :columns].long())
         causal = torch.ones(12, 12, dtype=torch.bool).tril()
-        return dict(attention_mask=(causal & real[:, None, None] & real[:, None, :, None])[:, :, rows, :columns])
+        return dict(
+            attention_mask=(causal & real[:, None, None] & real[:, None, :, None])[
+                :, :, rows, :columns
+            ]
+        )
 
     place = (real.cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
@@ -393,7 +538,10 @@ def test_what_an_indexer_hides_is_no_padding(config, padding):
         for i in range(7, 12):
             more = mask(slice(i, i + 1), i + 1)
             out = model(
-                ids[:, i : i + 1], position_ids=place[:, i : i + 1], past_key_values=out.past_key_values, **more
+                ids[:, i : i + 1],
+                position_ids=place[:, i : i + 1],
+                past_key_values=out.past_key_values,
+                **more,
             )
             steps.append(out.logits)
     assert (torch.cat(steps, 1) - whole)[real].abs().max() <= 1e-5

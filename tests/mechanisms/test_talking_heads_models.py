@@ -16,7 +16,9 @@ CONFIG = ha.TalkingHeadsConfig()
 
 
 def hyper_of(mechanisms, mode="blend", heads=None, **facts):
-    host = Host("host", **dict(heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0) | facts)
+    host = Host(
+        "host", **dict(heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0) | facts
+    )
     return Hyper(ha.HyperAttnConfig(mechanisms, mode=mode, heads=heads), host)
 
 
@@ -71,7 +73,9 @@ def test_chosen_heads_mix_among_themselves():
     torch.testing.assert_close(out[:, [0, 2]], plain[:, [0, 2]], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("config", [ha.TalkingHeadsConfig(after=False), ha.TalkingHeadsConfig(before=False)], ids=str)
+@pytest.mark.parametrize(
+    "config", [ha.TalkingHeadsConfig(after=False), ha.TalkingHeadsConfig(before=False)], ids=str
+)
 def test_one_mixing_alone(config, tmp_path):
     model, inputs = llama(), FAMILIES["llama"][1]()
     before = run(model, inputs)
@@ -97,7 +101,9 @@ def test_the_weights_that_come_back_are_those_that_multiply_values():
 def test_dropout_in_training():
     """BERT drops attention weights: an expectation over many draws is what is computed without."""
     torch.manual_seed(0)
-    model = ha.patch_model(FAMILIES["bert"][0](attention_probs_dropout_prob=0.3, hidden_dropout_prob=0.0), CONFIG)
+    model = ha.patch_model(
+        FAMILIES["bert"][0](attention_probs_dropout_prob=0.3, hidden_dropout_prob=0.0), CONFIG
+    )
     perturb(model, 0.1)
     host = model.encoder.layer[0].attention.self
     states = torch.randn(1, 9, 32)

@@ -21,7 +21,13 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 def qkvkv(batch=2, heads=4, kv_heads=2, n=5, m=None, d=4, dv=3, seed=0, dtype=torch.float64):
     """Query, key, value, second key, second value."""
     m = m or n
-    shapes = [(heads, n, d), (kv_heads, m, d), (kv_heads, m, dv), (kv_heads, m, d), (kv_heads, m, dv)]
+    shapes = [
+        (heads, n, d),
+        (kv_heads, m, d),
+        (kv_heads, m, dv),
+        (kv_heads, m, d),
+        (kv_heads, m, dv),
+    ]
     return [tensor(batch, *s, seed=seed + i, scale=2.0, dtype=dtype) for i, s in enumerate(shapes)]
 
 
@@ -35,7 +41,9 @@ def tiles(request, monkeypatch):
 @pytest.mark.parametrize("windows", [None, (2, 3), (None, 2), (3, None), (1, 1), (50, 50)], ids=str)
 def test_it_is_what_the_formula_says(backend, causal, windows, tiles):
     inputs = qkvkv(n=6)
-    out = trilinear_attention(*inputs, is_causal=causal, enable_gqa=True, windows=windows, backend=backend)
+    out = trilinear_attention(
+        *inputs, is_causal=causal, enable_gqa=True, windows=windows, backend=backend
+    )
     expected, _ = by_hand.attention(*inputs, causal=causal, windows=windows or (None, None))
     assert_close(out, torch.from_numpy(expected), 1e-12)
 
@@ -53,7 +61,9 @@ def masks(n, m):
 @pytest.mark.parametrize("windows", [None, (3, 2)], ids=str)
 def test_what_hides_a_key_hides_it_twice(backend, kind, windows, tiles):
     inputs, mask = qkvkv(n=4, m=7), masks(4, 7)[kind]
-    out = trilinear_attention(*inputs, mask, scale=0.3, enable_gqa=True, windows=windows, backend=backend)
+    out = trilinear_attention(
+        *inputs, mask, scale=0.3, enable_gqa=True, windows=windows, backend=backend
+    )
     expected, _ = by_hand.attention(*inputs, scale=0.3, mask=mask, windows=windows or (None, None))
     assert_close(out, torch.from_numpy(expected), 1e-12)
     if kind != "numbers":
@@ -68,7 +78,9 @@ def test_gradients_of_a_row_that_large_numbers_hide_whole(backend, number, tiles
     mask = torch.zeros(3, 7).index_fill(0, torch.tensor([1]), number)
     out = trilinear_attention(q, k, v, k2, v2, mask, enable_gqa=True, backend=backend)[:, :, 1]
     assert not out.any()
-    assert not any(gradient.any() for gradient in torch.autograd.grad((1e6 * out).sum(), (q, k, v, k2, v2)))
+    assert not any(
+        gradient.any() for gradient in torch.autograd.grad((1e6 * out).sum(), (q, k, v, k2, v2))
+    )
 
 
 EXTRAS = {
@@ -87,7 +99,9 @@ def test_bias_softcap_sinks_and_an_offset(backend, extra, windows, tiles):
     q, k, v, k2, v2 = qkvkv(n=5, m=8)
     options = Options(is_causal=True, offset=3, mask=torch.arange(8) > 0, **EXTRAS[extra])
     wanted = backend == "reference"
-    out, weights = attend(q * 0.5, (k, k2), (v, v2), options, Windows(*windows, True), backend=backend, weights=wanted)
+    out, weights = attend(
+        q * 0.5, (k, k2), (v, v2), options, Windows(*windows, True), backend=backend, weights=wanted
+    )
     how = dict(scale=0.5, causal=True, offset=3, mask=torch.arange(8) > 0, windows=windows)
     expected, marginal = by_hand.attention(q, k, v, k2, v2, **how, **EXTRAS[extra])
     assert_close(out, torch.from_numpy(expected), 1e-12)
@@ -101,22 +115,32 @@ def test_ones_make_it_ordinary_attention(backend, how):
     """Whatever the window of k: its sum is one factor of a whole row."""
     q, k, v, _, _ = qkvkv(n=9)
     mask = torch.arange(9) >= torch.tensor([[3], [0]]) if how == "padded" else None
-    mask = None if mask is None else mask[:, None, None].expand(2, 1, 9, 9) & torch.ones(9, 9, dtype=torch.bool).tril()
+    mask = (
+        None
+        if mask is None
+        else mask[:, None, None].expand(2, 1, 9, 9) & torch.ones(9, 9, dtype=torch.bool).tril()
+    )
     causal, windows = how != "padded", (None, 3) if how == "windowed" else None
     out = trilinear_attention(q, k, v, torch.ones_like(k), torch.ones_like(v), mask, is_causal=causal, enable_gqa=True,
                               windows=windows, backend=backend)  # fmt: skip
     given = mask if causal is False else None
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, given, is_causal=causal, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, given, is_causal=causal, enable_gqa=True
+    )
     assert_close(out, expected.nan_to_num(0.0), 1e-12)
 
 
 @every_backend
-@pytest.mark.parametrize("windows, causal", [(None, False), (None, True), ((3, 2), True), ((2, 3), False)])
+@pytest.mark.parametrize(
+    "windows, causal", [(None, False), (None, True), ((3, 2), True), ((2, 3), False)]
+)
 def test_gradcheck(backend, windows, causal, tiles):
     inputs = [t.requires_grad_() for t in qkvkv(1, 2, 1, n=4, m=5, d=2, dv=2)]
 
     def run(*inputs):
-        return trilinear_attention(*inputs, is_causal=causal, enable_gqa=True, windows=windows, backend=backend)
+        return trilinear_attention(
+            *inputs, is_causal=causal, enable_gqa=True, windows=windows, backend=backend
+        )
 
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
@@ -126,7 +150,10 @@ def test_gradcheck(backend, windows, causal, tiles):
 @pytest.mark.parametrize("back", [False, True])
 def test_gradients_of_tiles_are_those_of_the_definition(extra, windows, back, tiles):
     q, k, v, k2, v2 = (t.requires_grad_() for t in qkvkv(n=5, m=8))
-    given = {n: t.clone().requires_grad_() if isinstance(t, torch.Tensor) else t for n, t in EXTRAS[extra].items()}
+    given = {
+        n: t.clone().requires_grad_() if isinstance(t, torch.Tensor) else t
+        for n, t in EXTRAS[extra].items()
+    }
     mask = torch.arange(8) < torch.tensor([8, 5])[:, None, None, None]
     options = Options(is_causal=back, offset=3, mask=mask, **given)
     leaves = [q, k, v, k2, v2, *(t for t in given.values() if isinstance(t, torch.Tensor))]
@@ -145,7 +172,9 @@ def test_longer_sequences_in_float32(causal):
     found = []
     for dtype, backend in ((torch.float32, "blockwise"), (torch.float64, "reference")):
         leaves = [t.to(dtype).requires_grad_() for t in inputs]
-        out = trilinear_attention(*leaves, is_causal=causal, enable_gqa=True, windows=(60, 9), backend=backend)
+        out = trilinear_attention(
+            *leaves, is_causal=causal, enable_gqa=True, windows=(60, 9), backend=backend
+        )
         found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for one, other in zip(*found):
         torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-4)
@@ -170,7 +199,9 @@ def test_extreme_logits_stay_finite(backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_computes_in_float32(dtype):
     inputs = [t.to(dtype) for t in qkvkv(n=20)]
-    out = trilinear_attention(*inputs, enable_gqa=True, windows=(9, 4), is_causal=True, backend="blockwise")
+    out = trilinear_attention(
+        *inputs, enable_gqa=True, windows=(9, 4), is_causal=True, backend="blockwise"
+    )
     how = dict(enable_gqa=True, windows=(9, 4), is_causal=True, backend="blockwise")
     exact = trilinear_attention(*(t.float() for t in inputs), **how)
     assert out.dtype == dtype and torch.equal(out, exact.to(dtype))
@@ -196,7 +227,9 @@ def test_dropout(tiles):
         return trilinear_attention(q, k, v.detach(), k2, v2, dropout_p=0.4, backend="blockwise")
 
     assert torch.autograd.gradcheck(run, (q, k, k2, v2), fast_mode=True)
-    ones = [t.detach().fill_(1.0) for t in (torch.empty(1, 1, 60, 2), *[torch.empty(1, 1, 30, 2)] * 4)]
+    ones = [
+        t.detach().fill_(1.0) for t in (torch.empty(1, 1, 60, 2), *[torch.empty(1, 1, 30, 2)] * 4)
+    ]
     for backend in BACKENDS:
         mean = trilinear_attention(*ones, dropout_p=0.25, backend=backend).mean().item()
         assert mean == pytest.approx(1.0, abs=0.01)  # 54,000 weights
@@ -207,7 +240,10 @@ def test_one_graph_for_all_lengths():
     compiled = torch.compile(trilinear_attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (9, 12):
         inputs = [t.float().requires_grad_() for t in qkvkv(n=n)]
-        found = [f(*inputs, is_causal=True, enable_gqa=True, windows=(4, 3)) for f in (compiled, trilinear_attention)]
+        found = [
+            f(*inputs, is_causal=True, enable_gqa=True, windows=(4, 3))
+            for f in (compiled, trilinear_attention)
+        ]
         grads = [torch.autograd.grad(out.sum(), inputs) for out in found]
         for one, other in zip((found[0], *grads[0]), (found[1], *grads[1])):
             assert_close(one, other, 1e-5)

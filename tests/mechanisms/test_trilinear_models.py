@@ -31,7 +31,9 @@ CONFIGS = {
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 SOME = {name: CONFIGS[name] for name in ("short windows", "low rank", "bidaf")}
 some_configs = pytest.mark.parametrize("config", SOME.values(), ids=SOME)
-FACTS = dict(heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0, head_dim=6, value_dim=5)
+FACTS = dict(
+    heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0, head_dim=6, value_dim=5
+)
 
 
 def learned(family, config, mode="blend", **changes):
@@ -90,14 +92,20 @@ def test_it_is_what_the_formula_says(name, mode, causal):
     assert_close(out, torch.from_numpy(expected), 1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 0.8}, {"sinks": tensor(4, seed=6)}], ids=["", "cap", "sinks"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 0.8}, {"sinks": tensor(4, seed=6)}], ids=["", "cap", "sinks"]
+)
 def test_bidaf_is_what_the_formula_says(options):
     hyper, layer = hyper_of(CONFIGS["bidaf"])
     call = call_of(**options)
     out, _ = hyper(call)
     w1, w2, w3 = (p.detach() for p in (layer.w1, layer.w2, layer.w3))
     scores = by_hand.bidaf(call.query, call.key, w1, w2, 0.4 * (1 + w3))
-    assert_close(bidaf_scores(call.query, call.key, w1=w1, w2=w2, w3=0.4 * (1 + w3)), torch.from_numpy(scores), 1e-12)
+    assert_close(
+        bidaf_scores(call.query, call.key, w1=w1, w2=w2, w3=0.4 * (1 + w3)),
+        torch.from_numpy(scores),
+        1e-12,
+    )
     expected, _ = attention(scores, call.value, causal=True, **options)
     assert_close(out, torch.from_numpy(expected), 1e-12)
     (grad,) = torch.autograd.grad(out.square().sum(), layer.w1)
@@ -116,7 +124,14 @@ def test_hype_beside_it_is_a_bias_on_j():
     k2 = 1 + torch.einsum("gef,bgmf->bgme", layer.key_map, call.key)
     v2 = 1 + torch.einsum("gef,bgmf->bgme", layer.value_map, call.value)
     expected, _ = by_hand.attention(
-        call.query, call.key, call.value, k2.detach(), v2.detach(), scale=0.4, causal=True, bias=bias
+        call.query,
+        call.key,
+        call.value,
+        k2.detach(),
+        v2.detach(),
+        scale=0.4,
+        causal=True,
+        bias=bias,
     )
     assert_close(hyper(call)[0], torch.from_numpy(expected), 1e-6)
 
@@ -156,7 +171,9 @@ def test_the_last_queries_alone_see_what_they_see_among_all(few, windows, masked
 
 
 @pytest.mark.parametrize("mode", ["blend", "replace"])
-@pytest.mark.parametrize("config", [CONFIGS["short windows"], CONFIGS["low rank"], CONFIGS["distmult"]])
+@pytest.mark.parametrize(
+    "config", [CONFIGS["short windows"], CONFIGS["low rank"], CONFIGS["distmult"]]
+)
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_windows_count_no_padding(family, config, mode):
     """Padding inside a row changes no logit, no weight and no gradient, also where queries have a gate for it."""
@@ -180,7 +197,9 @@ def test_windows_count_no_padding(family, config, mode):
 def test_compiled_windows_count_no_padding():
     model = learned("llama", CONFIGS["short windows"])
     real = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
-    call = dict(attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp_min(0), use_cache=False)
+    call = dict(
+        attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp_min(0), use_cache=False
+    )
     ids = ids_of(model, length=11)
     ids = torch.cat([ids, ids.flip(1)], 1)[:, :11]
     with torch.no_grad():
@@ -200,7 +219,10 @@ BAD = [
     ),
     (dict(windows=(512,)), "TrilinearConfig.windows"),
     (dict(rank=0, tensor="cp"), "TrilinearConfig.rank=0 is not allowed; allowed: numbers from 1"),
-    (dict(rank=3), "TrilinearConfig.rank=3 is not allowed; allowed: None with tensor other than 'cp'"),
+    (
+        dict(rank=3),
+        "TrilinearConfig.rank=3 is not allowed; allowed: None with tensor other than 'cp'",
+    ),
     (
         dict(form="bidaf", tensor="cp"),
         "TrilinearConfig.tensor='cp' is not allowed; allowed: 'identity' with form=",
@@ -219,7 +241,10 @@ def test_bad_configurations(fields, said):
 def test_refused_hosts_and_companions():
     model = llama()
     state = State(model)
-    with pytest.raises(ValueError, match="TrilinearConfig.rank=9 is not allowed; allowed: 1 to 8, the head dimension"):
+    with pytest.raises(
+        ValueError,
+        match="TrilinearConfig.rank=9 is not allowed; allowed: 1 to 8, the head dimension",
+    ):
         ha.patch_model(model, TrilinearConfig(tensor="cp", rank=9))
     for other in (ha.ConeConfig(), ha.HsaConfig()):
         with pytest.raises(ValueError, match="trilinear|hsa"):
@@ -228,7 +253,10 @@ def test_refused_hosts_and_companions():
         ha.patch_model(model, TrilinearConfig(), ha.MechanismConfig.from_dict({"mechanism": "mkl"}))
     assert state.differences(State(model)) == []
     bart = FAMILIES["bart"][0]()
-    with pytest.raises(ValueError, match="windows=.* no meaning for cross-attention .*include_cross_attention=False"):
+    with pytest.raises(
+        ValueError,
+        match="windows=.* no meaning for cross-attention .*include_cross_attention=False",
+    ):
         ha.patch_model(bart, TrilinearConfig(), include_cross_attention=True)
     inputs = FAMILIES["bart"][1]()
     before = run(bart, inputs)

@@ -59,7 +59,9 @@ def reference():
         calls.append((module, attention_mask, is_causal, position_bias))
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output, weights = softmax_attention(query, key, value, attention_mask, scaling, causal, position_bias)
+        output, weights = softmax_attention(
+            query, key, value, attention_mask, scaling, causal, position_bias
+        )
         return output.to(value.dtype).transpose(1, 2).contiguous(), weights.to(value.dtype)
 
     AttentionInterface.register(NAME, forward)

@@ -13,7 +13,11 @@ from model_patches.table import FILES
 
 from .support import NEWEST
 
-OTHER_CALLS = ("scaled_dot_product_attention(", "multi_head_attention_forward(", "nn.MultiheadAttention(")
+OTHER_CALLS = (
+    "scaled_dot_product_attention(",
+    "multi_head_attention_forward(",
+    "nn.MultiheadAttention(",
+)
 
 # Classes that compute attention by themselves in an older supported Transformers, and no longer in the newest one.
 ONLY_IN_OLDER = {"Inkling2BlockAttentionResidual"}
@@ -32,7 +36,10 @@ def test_families_name_files_that_exist():
     for model_type, (stem, file) in model_patches.FAMILIES.items():
         text = modelling_files()[f"modeling_{stem}"]
         routes = model_patches.family(model_type).ROUTES
-        assert any(re.search(rf"^class {name}\(", text, re.MULTILINE) for name in routes), (stem, file)
+        assert any(re.search(rf"^class {name}\(", text, re.MULTILINE) for name in routes), (
+            stem,
+            file,
+        )
 
 
 def own_attention(text):
@@ -54,7 +61,9 @@ def test_parts_that_stay_stock_are_named():
         if CALL not in text and file is None:
             continue
         routes = model_patches.routes_of(file) if file else {}
-        staying |= {name for name, bases in own_attention(text) if not routes.keys() & {name, *bases}}
+        staying |= {
+            name for name, bases in own_attention(text) if not routes.keys() & {name, *bases}
+        }
     if NEWEST:
         assert staying == model_patches.STAYING.keys() - ONLY_IN_OLDER
     else:
@@ -73,7 +82,9 @@ def test_dicts_of_names_are_known():
     assert stems <= known
 
 
-@pytest.mark.parametrize("model_type, name", [("falcon", "eager"), ("sam_vision_model", "eager"), ("bloom", None)])
+@pytest.mark.parametrize(
+    "model_type, name", [("falcon", "eager"), ("sam_vision_model", "eager"), ("bloom", None)]
+)
 def test_construct_as(model_type, name):
     assert model_patches.construct_as(model_type) == name
 

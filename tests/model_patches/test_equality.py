@@ -25,7 +25,10 @@ def check(model, inputs):
     switch(model, "sdpa")
     assert distance(outputs(model, inputs), expected, mask) <= TOLERANCE
     runs = []
-    hooks = [module.register_forward_hook(lambda module, *_: runs.append(module)) for module in hosts.values()]
+    hooks = [
+        module.register_forward_hook(lambda module, *_: runs.append(module))
+        for module in hosts.values()
+    ]
     with reference() as calls:
         switch(model, NAME)
         result = outputs(model, inputs)
@@ -49,12 +52,16 @@ def test_route_equals_original_with_padding(name, side):
     check(TEXT[name](), padded(side))
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon-alibi", "falcon-multi-query", "gptj", "mpt", "xglm"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "falcon-alibi", "falcon-multi-query", "gptj", "mpt", "xglm"]
+)
 def test_single_token(name):
     check(TEXT[name](), ids(length=1))
 
 
-@pytest.mark.parametrize("name", ["bloom", "codegen", "deberta-v3", "falcon-grouped", "gpt_neo", "mpnet", "mpt"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "codegen", "deberta-v3", "falcon-grouped", "gpt_neo", "mpnet", "mpt"]
+)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", NAME])
 def test_output_attentions(name, implementation):
     model, inputs = TEXT[name](), padded("right") | {"output_attentions": True}
@@ -82,7 +89,9 @@ def test_bidirectional_by_config():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["bloom", "codegen", "deberta-v2", "falcon-alibi", "gpt_neo", "gptj", "mpnet", "mpt"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "codegen", "deberta-v2", "falcon-alibi", "gpt_neo", "gptj", "mpnet", "mpt"]
+)
 def test_half_precision(name, dtype):
     model = TEXT[name]().to(dtype)
     expected = outputs(model, padded("right"))
@@ -91,10 +100,15 @@ def test_half_precision(name, dtype):
     switch(model, before)
     scale = max(tensor.abs().max().item() for tensor in expected.values())
     found = outputs(model, padded("right"))
-    assert distance(found, expected, padded("right")["attention_mask"]) <= 8 * torch.finfo(dtype).eps * scale
+    assert (
+        distance(found, expected, padded("right")["attention_mask"])
+        <= 8 * torch.finfo(dtype).eps * scale
+    )
 
 
-@pytest.mark.parametrize("name", ["bloom", "deberta-v2", "falcon-alibi", "gptj", "mpnet", "mpt", "roformer"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "deberta-v2", "falcon-alibi", "gptj", "mpnet", "mpt", "roformer"]
+)
 def test_another_thread_may_ask_for_less(name):
     """While a call computes that is to return its weights, another thread calls the same model without them."""
     model, inputs = TEXT[name](), padded("right")

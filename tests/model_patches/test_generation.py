@@ -27,11 +27,15 @@ def logits(model, **inputs):
 def sees_future(model) -> bool:
     """Whether later tokens change earlier logits, as in some decoders of Transformers 5.17; a cache then does too."""
     whole, first = ids()["input_ids"], ids()["input_ids"][:, :6]
-    return not torch.allclose(logits(model, input_ids=whole)[:, :6], logits(model, input_ids=first), atol=TOLERANCE)
+    return not torch.allclose(
+        logits(model, input_ids=whole)[:, :6], logits(model, input_ids=first), atol=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", NAME])
-@pytest.mark.parametrize("pieces", [[1] * 11, [6, 5], [4, 1, 4, 2]], ids=["steps", "halves", "mixed"])
+@pytest.mark.parametrize(
+    "pieces", [[1] * 11, [6, 5], [4, 1, 4, 2]], ids=["steps", "halves", "mixed"]
+)
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_equal_one_call(name, pieces, implementation, calls):
     model = DECODERS[name]()
@@ -54,7 +58,9 @@ def test_chunks_equal_one_call(name, pieces, implementation, calls):
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate(name, side, calls):
     model = DECODERS[name]()
-    inputs = {"attention_mask": torch.ones(2, 11, dtype=torch.long)} | (ids() if side is None else padded(side))
+    inputs = {"attention_mask": torch.ones(2, 11, dtype=torch.long)} | (
+        ids() if side is None else padded(side)
+    )
     options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(**inputs, **options)
     model_patches.serve(model)
@@ -118,7 +124,9 @@ def test_static_prefill_without_mask(calls):
         expected = logits(model, **ids())
         logits(model, **ids(), **static())
     except RuntimeError:
-        pytest.skip("this BLOOM makes alibi for the tokens it is given, not for all keys of a static cache")
+        pytest.skip(
+            "this BLOOM makes alibi for the tokens it is given, not for all keys of a static cache"
+        )
     model_patches.serve(model)
     switch(model, NAME)
     with torch.no_grad():

@@ -9,7 +9,17 @@ import model_patches
 from tests.model_patches.families import TEXT, ids, padded
 from tests.model_patches.support import NAME, TOLERANCE, distance, outputs, reference, switch
 
-CAUSAL = ["bloom", "codegen", "falcon-alibi", "falcon-multi-query", "gpt_neo", "gptj", "mpt", "trocr", "xglm"]
+CAUSAL = [
+    "bloom",
+    "codegen",
+    "falcon-alibi",
+    "falcon-multi-query",
+    "gpt_neo",
+    "gptj",
+    "mpt",
+    "trocr",
+    "xglm",
+]
 BUILD_THEIR_OWN = ["cpmant", "deberta", "deberta-v2", "openai-gpt", "xlm"]
 
 
@@ -69,7 +79,9 @@ def test_masks_of_the_user(name, additive):
         mask = torch.zeros(11, 11).masked_fill(~mask, torch.finfo(torch.float32).min)
     with reference(), torch.no_grad():
         switch(model, NAME)
-        found = model(**ids(), attention_mask=mask.expand(2, 1, 11, 11), position_ids=positions).logits
+        found = model(
+            **ids(), attention_mask=mask.expand(2, 1, 11, 11), position_ids=positions
+        ).logits
     assert (found - torch.cat(parts, dim=1)).abs().max() <= TOLERANCE
 
 
@@ -97,4 +109,6 @@ def test_gpt_neo_local_layers_see_their_window_only():
         outputs(model, ids())
     local = calls[1][1]
     distance_back = torch.arange(11)[:, None] - torch.arange(11)
-    assert torch.equal(local[0, 0], (distance_back >= 0) & (distance_back < model.config.window_size))
+    assert torch.equal(
+        local[0, 0], (distance_back >= 0) & (distance_back < model.config.window_size)
+    )

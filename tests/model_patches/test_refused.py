@@ -22,4 +22,9 @@ def test_nothing_is_both_served_and_refused():
 @pytest.mark.parametrize("model_type", sorted(model_patches.REFUSED))
 def test_a_refused_type_exists_and_has_its_reason_in_one_line(model_type):
     reason = model_patches.REFUSED[model_type]
-    assert (model_type in TYPES or not NEWEST) and reason and "\n" not in reason and not reason.endswith(".")
+    assert (
+        (model_type in TYPES or not NEWEST)
+        and reason
+        and "\n" not in reason
+        and not reason.endswith(".")
+    )

@@ -134,12 +134,17 @@ def out_of_reach():
         "original_full",
         transformers.BigBirdModel(transformers.BigBirdConfig(**small, intermediate_size=37)),
     )
-    yield "original_full", transformers.BigBirdPegasusModel(transformers.BigBirdPegasusConfig(**pegasus))
+    yield (
+        "original_full",
+        transformers.BigBirdPegasusModel(transformers.BigBirdPegasusConfig(**pegasus)),
+    )
     yield "talking_head=False", transformers.DebertaModel(talking)
     yield (
         "attention_type='full'",
         transformers.InformerModel(
-            transformers.InformerConfig(prediction_length=4, d_model=32, encoder_layers=1, decoder_layers=1)
+            transformers.InformerConfig(
+                prediction_length=4, d_model=32, encoder_layers=1, decoder_layers=1
+            )
         ),
     )
 
@@ -165,7 +170,11 @@ def test_served_part_of_a_composite():
     """An encoder-decoder of a routed and a served family: only the served part changes, under its own config."""
     encoder = transformers.BertModel(
         transformers.BertConfig(
-            vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=37
+            vocab_size=60,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=37,
         )
     )
     decoder = transformers.RemBertForCausalLM(

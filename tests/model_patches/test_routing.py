@@ -62,9 +62,19 @@ def test_both_names_of_the_cache(name):
 
 def test_an_argument_that_a_route_does_not_know_is_refused():
     class Later(nn.Module):
-        def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, memory=None, **kwargs): ...
+        def forward(
+            self,
+            hidden_states,
+            attention_mask=None,
+            encoder_hidden_states=None,
+            memory=None,
+            **kwargs,
+        ): ...
 
-    with pytest.raises(ValueError, match=r"^Later of Transformers [\d.]+ takes memory, which its route[^\n]*install"):
+    with pytest.raises(
+        ValueError,
+        match=r"^Later of Transformers [\d.]+ takes memory, which its route[^\n]*install",
+    ):
         routed_class(Later, BertRoute)
 
 
@@ -72,7 +82,9 @@ def test_a_method_that_is_no_longer_there_is_refused():
     class Later(nn.Module):
         def forward(self, hidden_states, layer_past=None): ...
 
-    with pytest.raises(ValueError, match=r"^Later of Transformers [\d.]+ no longer calls the methods"):
+    with pytest.raises(
+        ValueError, match=r"^Later of Transformers [\d.]+ no longer calls the methods"
+    ):
         routed_class(Later, GPTJRoute)
 
 
@@ -80,14 +92,18 @@ def test_nothing_is_changed_where_one_class_is_refused(monkeypatch):
     model = DECODERS["bloom"]()
     stock = type(model.transformer.h[0].self_attention)
 
-    def forward(self, hidden_states, residual, alibi, attention_mask, memory=None, layer_past=None, **kwargs): ...
+    def forward(
+        self, hidden_states, residual, alibi, attention_mask, memory=None, layer_past=None, **kwargs
+    ): ...
 
     monkeypatch.setattr(stock, "forward", forward)
     routed_class.cache_clear()
     with pytest.raises(ValueError, match="takes memory"):
         model_patches.serve(model)
     routed_class.cache_clear()
-    assert not any(model_patches.hosts(model)) and type(model.transformer.h[0].self_attention) is stock
+    assert (
+        not any(model_patches.hosts(model)) and type(model.transformer.h[0].self_attention) is stock
+    )
 
 
 def test_classes_that_call_the_interface_are_left_alone(monkeypatch):
@@ -95,7 +111,9 @@ def test_classes_that_call_the_interface_are_left_alone(monkeypatch):
     assert calls_interface(BertSelfAttention)
     model = DECODERS["bloom"]()
     assert not calls_interface(type(model.transformer.h[0].self_attention))
-    monkeypatch.setattr(type(model.transformer.h[0].self_attention), "forward", BertSelfAttention.forward)
+    monkeypatch.setattr(
+        type(model.transformer.h[0].self_attention), "forward", BertSelfAttention.forward
+    )
     assert not model_patches.serve(model)
     assert "_can_set_attn_implementation" not in vars(model)
     assert not model_patches.unserve(model)

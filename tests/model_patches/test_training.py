@@ -39,7 +39,11 @@ def gradients(model, inputs):
     model.zero_grad()
     torch.manual_seed(1)
     output = model(**inputs)
-    tensors = [value for value in output.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+    tensors = [
+        value
+        for value in output.values()
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
     sum(tensor.square().mean() for tensor in tensors).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -93,7 +97,9 @@ def test_gradient_checkpointing(name, reentrant):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", ["bloom", "deberta-v2", "falcon-alibi", "gpt_neo", "mpnet", "mpt", "xglm"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "deberta-v2", "falcon-alibi", "gpt_neo", "mpnet", "mpt", "xglm"]
+)
 def test_dropout_reaches_the_implementation(name):
     """In training the call carries the family's own probability, in evaluation none."""
     model = TEXT[name]()
@@ -124,13 +130,20 @@ def test_dropout_reaches_the_implementation(name):
 
 @pytest.mark.parametrize(
     "name, target",
-    [("bloom", "query_key_value"), ("deberta-v2", "key_proj"), ("wavlm", "v_proj"), ("gptj", "q_proj")],
+    [
+        ("bloom", "query_key_value"),
+        ("deberta-v2", "key_proj"),
+        ("wavlm", "v_proj"),
+        ("gptj", "q_proj"),
+    ],
 )
 def test_adapters_inside_the_projections(name, target):
     """LoRA before or after serving; WavLM's original passes over adapters, our route does not."""
     model, inputs = MODELS[name]()
     expected = outputs(model, inputs)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=[target], init_lora_weights=False))
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=[target], init_lora_weights=False)
+    )
     adapted = outputs(wrapped, inputs)
     model_patches.serve(wrapped)
     with reference() as calls:
@@ -145,7 +158,8 @@ def test_adapters_inside_the_projections(name, target):
 
 @pytest.mark.parametrize("first", ["hooks", "serve"])
 @pytest.mark.parametrize(
-    "name, offload", [("bloom", True), ("mpt", True), ("gptj", True), ("deberta", False), ("wavlm", False)]
+    "name, offload",
+    [("bloom", True), ("mpt", True), ("gptj", True), ("deberta", False), ("wavlm", False)],
 )
 def test_hooks_of_accelerate(name, offload, first):
     """Hooks keep the method they wrap; it has to be the routed one, whichever came first.

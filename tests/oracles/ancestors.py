@@ -18,14 +18,22 @@ def umbral_descends(apex, leaf, radius):
 def penumbral_descends(apex, leaf, radius):
     """True if `leaf` lies under the half circle of radius `radius` that runs down from `apex` on its side."""
     (xa, ha), (xl, hl) = apex, leaf
-    foot = math.sqrt(max(radius**2 - ha**2, 0.0))  # the circle's centre lies this far behind the apex
+    foot = math.sqrt(
+        max(radius**2 - ha**2, 0.0)
+    )  # the circle's centre lies this far behind the apex
     return ha >= hl and (math.dist(xa, xl) + foot) ** 2 + hl**2 <= radius**2
 
 
 def lowest_apex(p, q, descends, radius, ceiling):
     """Least height of a common ancestor of p and q, by grid search over its place; None if there is none."""
-    centre, span, best = [(a + b) / 2 for a, b in zip(p[0], q[0], strict=True)], math.dist(p[0], q[0]), None
-    along = [(b - a) / span for a, b in zip(p[0], q[0], strict=True)]  # grid axes: along the pair, and across
+    centre, span, best = (
+        [(a + b) / 2 for a, b in zip(p[0], q[0], strict=True)],
+        math.dist(p[0], q[0]),
+        None,
+    )
+    along = [
+        (b - a) / span for a, b in zip(p[0], q[0], strict=True)
+    ]  # grid axes: along the pair, and across
     for _ in range(20):
         found = []
         for u in range(-4, 5):
@@ -58,7 +66,10 @@ def _lowest_at(spot, p, q, descends, radius, ceiling):
 def geodesic_apex(p, q):
     """Height of the top of the half circle, centred on the boundary, that passes through p and q."""
     d = math.dist(p[0], q[0])
-    low, high = -1e6, 1e6  # centre, measured from p towards q; the nearer it is to q, the larger the gap
+    low, high = (
+        -1e6,
+        1e6,
+    )  # centre, measured from p towards q; the nearer it is to q, the larger the gap
     for _ in range(200):
         middle = (low + high) / 2
         gap = math.hypot(middle, p[1]) - math.hypot(d - middle, q[1])

@@ -4,7 +4,11 @@ import torch
 
 torch.set_num_threads(1)
 
-BACKENDS = ["reference", "blockwise", "cpu"]  # append an engine's name, or a pytest.param with its skip mark
+BACKENDS = [
+    "reference",
+    "blockwise",
+    "cpu",
+]  # append an engine's name, or a pytest.param with its skip mark
 FAST = [b for b in BACKENDS if b != "reference"]
 
 
@@ -16,7 +20,12 @@ def _pairings():
         for squared in (True, False):
             name = f"penumbral-{mapping}" + ("" if squared else "-unsquared")
             clamp = mapping != "psi"
-            setting = {"variant": "penumbral", "mapping": mapping, "squared": squared, "clamp_heights": clamp}
+            setting = {
+                "variant": "penumbral",
+                "mapping": mapping,
+                "squared": squared,
+                "clamp_heights": clamp,
+            }
             pairs[name] = setting
     return {name: {"squared": True, "clamp_heights": False, **pair} for name, pair in pairs.items()}
 
@@ -36,10 +45,23 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, tor
 def tensor(*shape, seed=0, scale=1.0, dtype=torch.float64):
     """Uniform on [-scale, scale], the same numbers for a seed whatever the dtype they are rounded to."""
     generator = torch.Generator().manual_seed(seed)
-    return ((torch.rand(*shape, generator=generator, dtype=torch.float64) * 2 - 1) * scale).to(dtype)
+    return ((torch.rand(*shape, generator=generator, dtype=torch.float64) * 2 - 1) * scale).to(
+        dtype
+    )
 
 
-def qkv(batch=2, heads=4, kv_heads=None, lq=5, lk=None, d=3, dv=None, seed=0, scale=1.0, dtype=torch.float64):
+def qkv(
+    batch=2,
+    heads=4,
+    kv_heads=None,
+    lq=5,
+    lk=None,
+    d=3,
+    dv=None,
+    seed=0,
+    scale=1.0,
+    dtype=torch.float64,
+):
     """Query [batch, heads, lq, d], key and value with their own heads, length and (value) width."""
     kv_heads, lk, dv = kv_heads or heads, lk or lq, dv or d
     q = tensor(batch, heads, lq, d, seed=seed, scale=scale, dtype=dtype)
@@ -55,8 +77,13 @@ def per_head(heads, dtype=torch.float64):
 
 def assert_close(actual, expected, atol, what=""):
     """Largest absolute difference at most `atol`; says where it is and how large."""
-    actual, expected = torch.as_tensor(actual).detach().double(), torch.as_tensor(expected).detach().double()
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    actual, expected = (
+        torch.as_tensor(actual).detach().double(),
+        torch.as_tensor(expected).detach().double(),
+    )
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    )
     bad = (~torch.isfinite(actual)).nonzero()[:3].tolist()
     assert not bad, f"{what}: not finite at {bad}"
     error = (actual - expected).abs()
@@ -64,7 +91,9 @@ def assert_close(actual, expected, atol, what=""):
         spot = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
         got, want = float(actual[spot]), float(expected[spot])
         off = float(error.max())
-        raise AssertionError(f"{what}: off by {off:.3g} > {atol:.3g} at {spot}: {got!r}, not {want!r}")
+        raise AssertionError(
+            f"{what}: off by {off:.3g} > {atol:.3g} at {spot}: {got!r}, not {want!r}"
+        )
 
 
 def assert_gradients(actual, expected, rtol, names, stray=0.0):
@@ -79,4 +108,6 @@ def assert_gradients(actual, expected, rtol, names, stray=0.0):
         atol = rtol * max(float(e.abs().max()), 1e-3)
         assert_close(a, e, atol * (25 if stray else 1), f"gradient of {name}")
         off = ((a.double() - e).abs() > atol).double().mean().item()
-        assert off <= stray, f"gradient of {name}: a share of {off:.2g} is off by more than {atol:.2g}"
+        assert off <= stray, (
+            f"gradient of {name}: a share of {off:.2g} is off by more than {atol:.2g}"
+        )

@@ -21,7 +21,9 @@ def point(x, mapping, radius=1.0):
         h = math.exp(min(max(last / d, -10.0), 10.0))
         return [c * h for c in x[:-1]], h
     if mapping == "psi":
-        h = radius * (1 / (1 + math.exp(-last)) if last >= 0 else math.exp(last) / (1 + math.exp(last)))
+        h = radius * (
+            1 / (1 + math.exp(-last)) if last >= 0 else math.exp(last) / (1 + math.exp(last))
+        )
         return [c * h for c in x[:-1]], h
     if mapping == "expmap":
         return _expmap_point(x)
@@ -103,7 +105,9 @@ def softmax_average(logits, v, mask=None, causal=False):
         top = max(logits[b, h, i, j] for j in keys)
         weights = [math.exp(logits[b, h, i, j] - top) for j in keys]
         values = v[b, h // (H // v.shape[1])]
-        out[b, h, i] = sum(w * values[j] for w, j in zip(weights, keys, strict=True)) / math.fsum(weights)
+        out[b, h, i] = sum(w * values[j] for w, j in zip(weights, keys, strict=True)) / math.fsum(
+            weights
+        )
     return out
 
 

@@ -28,13 +28,18 @@ def points(x, mapping, radius):
 def scores(q, k, *, variant, mapping, gamma=1.0, radius=1.0, squared=True, clamp_heights=False):
     """Logits [B, H, N, M]; gamma and radius: a float or a float64 tensor of one value per query head."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    g, r = (torch.as_tensor(p, dtype=torch.float64).expand(q.shape[1])[:, None] for p in (gamma, radius))
+    g, r = (
+        torch.as_tensor(p, dtype=torch.float64).expand(q.shape[1])[:, None] for p in (gamma, radius)
+    )
     (xq, hq), (xk, hk) = points(q, mapping, r), points(k, mapping, r)
     if clamp_heights:
         hq, hk = torch.minimum(hq, CLAMP * r), torch.minimum(hk, CLAMP * r)
     hq, hk, g, r = hq[..., :, None], hk[..., None, :], g[..., None], r[..., None]
     # one row block at a time keeps the [rows, M, d] differences small
-    rows = [((a - xk[..., None, :, :]) ** 2).sum(-1).sqrt() for a in xq[..., :, None, :].split(64, dim=-3)]
+    rows = [
+        ((a - xk[..., None, :, :]) ** 2).sum(-1).sqrt()
+        for a in xq[..., :, None, :].split(64, dim=-3)
+    ]
     d = torch.cat(rows, dim=-2)
     if variant == "umbral":
         return -g * torch.maximum(torch.maximum(hq, hk), (d / torch.sinh(r) + hq + hk) / 2)
@@ -57,7 +62,9 @@ def softmax_average(logits, v, mask=None, causal=False):
     """softmax(logits + mask) · v; rows that see nothing give zeros."""
     seen = visible(logits.shape, mask, causal)
     if mask is not None and mask.dtype != torch.bool:
-        logits = logits + mask.masked_fill(~seen, 0.0) if mask.shape == seen.shape else logits + mask
+        logits = (
+            logits + mask.masked_fill(~seen, 0.0) if mask.shape == seen.shape else logits + mask
+        )
     logits = logits.masked_fill(~seen, -torch.inf)
     empty = ~seen.any(-1, keepdim=True)
     weights = torch.softmax(logits.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)

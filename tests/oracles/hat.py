@@ -29,7 +29,9 @@ def norm(weights, name, x, eps):
 
 
 def attention(weights, name, x, heads):
-    q, k, v = (linear(weights, f"{name}.{part}", x).chunk(heads, -1) for part in ("query", "key", "value"))
+    q, k, v = (
+        linear(weights, f"{name}.{part}", x).chunk(heads, -1) for part in ("query", "key", "value")
+    )
     found = []
     for h in range(heads):
         logits = q[h] @ k[h].T / q[h].shape[-1] ** 0.5

@@ -5,14 +5,20 @@ import math
 
 def weights(x, query_map, kappa, bias):
     """beta [B][N][M] as nested lists, from lists: x [B][N][width], W [size][width], kappa [M][size], b [M]."""
-    return [[_softmax([_dot(_image(query_map, t), k) + b for k, b in zip(kappa, bias)]) for t in row] for row in x]
+    return [
+        [_softmax([_dot(_image(query_map, t), k) + b for k, b in zip(kappa, bias)]) for t in row]
+        for row in x
+    ]
 
 
 def fused(out, x, query_map, kappa, bias):
     """Outputs [B][M][N][dv], each times M · beta."""
     beta, heads = weights(x, query_map, kappa, bias), len(kappa)
     return [
-        [[[heads * beta[b][i][m] * c for c in token] for i, token in enumerate(head)] for m, head in enumerate(row)]
+        [
+            [[heads * beta[b][i][m] * c for c in token] for i, token in enumerate(head)]
+            for m, head in enumerate(row)
+        ]
         for b, row in enumerate(out)
     ]
 

@@ -100,9 +100,9 @@ def optimum(logits, labels, keep_diagonal=True):
         d_price = np.linalg.lstsq(schur, r[m:] - A @ (inverse * r[:m]), rcond=None)[0]
         dx = -inverse * (r[:m] + A.T @ d_price)
         step = 1.0
-        while (x + step * dx <= 0).any() or np.linalg.norm(residual(x + step * dx, price + step * d_price)) > (
-            1 - 0.1 * step
-        ) * size:
+        while (x + step * dx <= 0).any() or np.linalg.norm(
+            residual(x + step * dx, price + step * d_price)
+        ) > (1 - 0.1 * step) * size:
             step /= 2
             if step < 1e-12:
                 break
@@ -120,11 +120,15 @@ def divergence(P, logits, keep_diagonal=True):
     total = 0.0
     for p, s in zip(P, S, strict=True):
         lse = s.max() + math.log(math.fsum(math.exp(x - s.max()) for x in s))
-        total += math.fsum(a * (math.log(a) - (x - lse)) for a, x in zip(p, s, strict=True) if a > 0)
+        total += math.fsum(
+            a * (math.log(a) - (x - lse)) for a, x in zip(p, s, strict=True) if a > 0
+        )
     return total
 
 
-def key_attention(logits, parents, *, near=0, sinks=0, refine_top_k=0, block_bias=0.0, causal=False, visible=None):
+def key_attention(
+    logits, parents, *, near=0, sinks=0, refine_top_k=0, block_bias=0.0, causal=False, visible=None
+):
     """P of one head, [N, N], with tied keys; `parents` has no chains of single children."""
     S = np.asarray(logits, dtype=np.float64)
     n = len(S)
@@ -139,7 +143,9 @@ def _key_row(row, i, parents, seen, rules, block_bias):
     n, holds = len(row), under(parents, len(row))
     children = {a: [c for c, p in enumerate(parents) if p == a] for a in range(len(parents))}
     beside = [j for j in range(n) if parents[j] == parents[i]]
-    partition = {i} | {c for a in ancestors(parents, i)[1:] for c in children[a]} - set(ancestors(parents, i)[1:])
+    partition = {i} | {c for a in ancestors(parents, i)[1:] for c in children[a]} - set(
+        ancestors(parents, i)[1:]
+    )
 
     def opens(block):
         far = min(abs(j - w) for j in holds[block] for w in beside)
@@ -151,7 +157,9 @@ def _key_row(row, i, parents, seen, rules, block_bias):
     partition = {b for b in partition if any(seen[j] for j in holds[b])}
     for depth in range(n):
         level = sorted(b for b in partition if b >= n and len(ancestors(parents, b)) - 1 == depth)
-        chosen = sorted(level, key=lambda b: (-np.mean(row[holds[b]]) - math.log(len(holds[b])), holds[b]))[:top_k]
+        chosen = sorted(
+            level, key=lambda b: (-np.mean(row[holds[b]]) - math.log(len(holds[b])), holds[b])
+        )[:top_k]
         partition = partition - set(chosen) | {c for b in chosen for c in children[b]}
     P = np.zeros(n)
     for block in partition:

@@ -27,7 +27,9 @@ def biases(query_positions, key_positions, mu, tau, form):
     return out
 
 
-def attention(q, k, v, mask=None, causal=False, *, mu, tau, form, query_positions=None, key_positions=None):
+def attention(
+    q, k, v, mask=None, causal=False, *, mu, tau, form, query_positions=None, key_positions=None
+):
     """HyPE attention of [B, H, L, D] arrays, scale 1/sqrt(d); K and V may have fewer heads."""
     q, k = np.asarray(q, dtype=np.float64), np.asarray(k, dtype=np.float64)
     (B, H, N, d), (Hkv, M) = q.shape, k.shape[1:3]

@@ -70,7 +70,10 @@ def klein_midpoint(weights, points, c):
     gamma = [1 / mpmath.sqrt(1 - c * norm(k) ** 2) for k in klein]
     share = [w * g for w, g in zip(weights, gamma, strict=True)]
     total = mpmath.fsum(share)
-    middle = [mpmath.fsum(s * k[i] for s, k in zip(share, klein, strict=True)) / total for i in range(len(klein[0]))]
+    middle = [
+        mpmath.fsum(s * k[i] for s, k in zip(share, klein, strict=True)) / total
+        for i in range(len(klein[0]))
+    ]
     return [a / (1 + mpmath.sqrt(1 - c * norm(middle) ** 2)) for a in middle]
 
 
@@ -107,7 +110,11 @@ def attention(logits, v, *, aggregation="einstein", curvature=1.0, scale=None, d
     from .softmax import attention as average
 
     out, weights = average(logits, v, **asked)
-    return out if aggregation == "mean" else midpoints(weights, v, curvature=curvature, scale=scale, d=d)
+    return (
+        out
+        if aggregation == "mean"
+        else midpoints(weights, v, curvature=curvature, scale=scale, d=d)
+    )
 
 
 # The Lorentz form in torch.
@@ -123,7 +130,10 @@ def dense_scores(q, k, *, curvature=1.0, temperature=1.0, distance_name="geodesi
     """Logits [B, H, N, M], differentiable; c and τ: a float or one per query head."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    c, tau = (torch.as_tensor(p, dtype=q.dtype).expand(q.shape[1])[:, None] for p in (curvature, temperature))
+    c, tau = (
+        torch.as_tensor(p, dtype=q.dtype).expand(q.shape[1])[:, None]
+        for p in (curvature, temperature)
+    )
     (tq, sq), (tk, sk) = dense_points(q, c, scale), dense_points(k, c, scale)
     cosh = tq[..., :, None] * tk[..., None, :] - sq @ sk.mT
     c, tau = c[..., None], tau[..., None]

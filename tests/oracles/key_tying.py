@@ -34,7 +34,19 @@ def bottom_window(i, first, last, size):
     return range(a, min(a + size, last))
 
 
-def weights(logits, tree, group, *, near=0, sinks=0, top_k=0, block_bias=0.0, visible=None, queries=None, order=None):
+def weights(
+    logits,
+    tree,
+    group,
+    *,
+    near=0,
+    sinks=0,
+    top_k=0,
+    block_bias=0.0,
+    visible=None,
+    queries=None,
+    order=None,
+):
     """Weights [N, M] of key-tied attention for one head.
 
     logits: [N, M] float64. tree: nested list over real tokens. group(i): the tokens of query i's smallest group.
@@ -82,7 +94,9 @@ def cover(node, i, seen, first, group, near, depth=0):
     distance = min(abs(j - g) for j in members for g in group)
     if not (i in members or members - seen or members & first or distance < near):
         return [(depth, node)]
-    return [found for child in node for found in cover(child, i, seen, first, group, near, depth + 1)]
+    return [
+        found for child in node for found in cover(child, i, seen, first, group, near, depth + 1)
+    ]
 
 
 def refine(closed, row, top_k):
@@ -90,7 +104,9 @@ def refine(closed, row, top_k):
     level = 0
     while any(depth >= level for depth, _ in closed):
         here = [node for depth, node in closed if depth == level and not isinstance(node, int)]
-        here.sort(key=lambda node: min(tokens(node)))  # ties go to the lower index: the sort below is stable
+        here.sort(
+            key=lambda node: min(tokens(node))
+        )  # ties go to the lower index: the sort below is stable
         here.sort(key=lambda node: -score(node, row))
         for node in here[:top_k]:
             closed.remove((level, node))

@@ -29,7 +29,8 @@ def first_always(names, cases, ids=None):
 
 # Transformers 5.24 asks for a PEFT that was not released before it. Tests of PEFT's own classes run all the same.
 NO_NATIVE_ADAPTERS = (
-    f"Transformers {transformers.__version__} refuses PEFT below {MIN_PEFT_VERSION} for its native adapters"
+    f"Transformers {transformers.__version__} refuses PEFT below {MIN_PEFT_VERSION} for its native "
+    "adapters"
 )
 
 
@@ -39,5 +40,7 @@ def has_native_adapters() -> bool:
 
 
 native_adapters = pytest.mark.skipif(not has_native_adapters(), reason=NO_NATIVE_ADAPTERS)
-native_or_not = pytest.mark.parametrize("native", [False, pytest.param(True, marks=native_adapters)])
+native_or_not = pytest.mark.parametrize(
+    "native", [False, pytest.param(True, marks=native_adapters)]
+)
 causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

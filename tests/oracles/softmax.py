@@ -7,7 +7,18 @@ weights of a row sum to less than one.
 import numpy as np
 
 
-def attention(logits, v, *, mask=None, bias=None, causal=False, window=None, offset=0, softcap=None, sinks=None):
+def attention(
+    logits,
+    v,
+    *,
+    mask=None,
+    bias=None,
+    causal=False,
+    window=None,
+    offset=0,
+    softcap=None,
+    sinks=None,
+):
     """Logits [B, H, N, M], values [B, Hkv, M, dv] -> (output [B, H, N, dv], weights [B, H, N, M])."""
     logits, v = np.asarray(logits, dtype=np.float64), np.asarray(v, dtype=np.float64)
     B, H, N, M = logits.shape

@@ -20,7 +20,9 @@ def talking_heads(logits, v, before, after, *, bias=None, softcap=None, **hiding
     weights = spoken(after, weights)
     out = np.zeros((*logits.shape[:3], v.shape[-1]))
     for b, h, i in np.ndindex(*out.shape[:3]):
-        out[b, h, i] = sum(w * x for w, x in zip(weights[b, h, i], v[b, h // (logits.shape[1] // v.shape[1])]))
+        out[b, h, i] = sum(
+            w * x for w, x in zip(weights[b, h, i], v[b, h // (logits.shape[1] // v.shape[1])])
+        )
     return out, weights
 
 

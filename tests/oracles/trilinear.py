@@ -21,12 +21,22 @@ def attention(
     bias = np.broadcast_to(bias, (B, H, N, M))
     for b, h, i in np.ndindex(B, H, N):
         g, added = h // (H // Hkv), [seen(mask, b, h, i, j) for j in range(M)]
-        js = [j for j in range(M) if visible(i + offset, j, causal, windows[0]) and added[j] is not None]
-        ks = [j for j in range(M) if visible(i + offset, j, causal, windows[1]) and added[j] is not None]
+        js = [
+            j
+            for j in range(M)
+            if visible(i + offset, j, causal, windows[0]) and added[j] is not None
+        ]
+        ks = [
+            j
+            for j in range(M)
+            if visible(i + offset, j, causal, windows[1]) and added[j] is not None
+        ]
         logits = {}
         for j in js:
             for t in ks:
-                total = scale * sum(q[b, h, i, n] * k[b, g, j, n] * k2[b, g, t, n] for n in range(d))
+                total = scale * sum(
+                    q[b, h, i, n] * k[b, g, j, n] * k2[b, g, t, n] for n in range(d)
+                )
                 total = total if softcap is None else softcap * np.tanh(total / softcap)
                 logits[j, t] = total + added[j] + added[t] + bias[b, h, i, j]
         extra = [] if sinks is None else [float(sinks[h]) + added[t] for t in ks]
@@ -67,5 +77,7 @@ def bidaf(q, k, w1, w2, w3):
     for b, h, i, j in np.ndindex(B, H, N, M):
         key = k[b, h // (H // Hkv), j]
         for n in range(d):
-            out[b, h, i, j] += w1[h, n] * q[b, h, i, n] + w2[h, n] * key[n] + w3[h, n] * q[b, h, i, n] * key[n]
+            out[b, h, i, j] += (
+                w1[h, n] * q[b, h, i, n] + w2[h, n] * key[n] + w3[h, n] * q[b, h, i, n] * key[n]
+            )
     return out

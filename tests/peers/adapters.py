@@ -36,9 +36,18 @@ COLUMNS = (
 )
 #: What a message has in it -> the mark in the table, and what it means.
 CLEAR = {
-    "does not support": ("refused¹", "¹ Transformers' native loading refuses this method for any model, by its name."),
-    "merge_and_unload": ("refused²", "² A prompt is not part of the weights: PEFT has no `merge_and_unload` for it."),
-    "changed the weights": ("—³", "³ PiSSA changes the base's weights when it starts, for any model."),
+    "does not support": (
+        "refused¹",
+        "¹ Transformers' native loading refuses this method for any model, by its name.",
+    ),
+    "merge_and_unload": (
+        "refused²",
+        "² A prompt is not part of the weights: PEFT has no `merge_and_unload` for it.",
+    ),
+    "changed the weights": (
+        "—³",
+        "³ PiSSA changes the base's weights when it starts, for any model.",
+    ),
 }
 ABOUT = """\
 Written by `make adapters`. Twelve methods of PEFT on a tiny Llama that is patched with cone attention, its gates open;
@@ -82,7 +91,8 @@ def attempt(compute: Any) -> str:
 
 def marked(message: str) -> str:
     return next(
-        (mark for part, (mark, _) in CLEAR.items() if part in message), f"**{' '.join(message.split())[:80]}**"
+        (mark for part, (mark, _) in CLEAR.items() if part in message),
+        f"**{' '.join(message.split())[:80]}**",
     )
 
 
@@ -94,7 +104,11 @@ def left_out(method: Method) -> str:
         get_peft_model(base(), method.config(**method.options, task_type="CAUSAL_LM"))
     finally:
         logger.removeHandler(handler)
-    return "warned" if ["leaves out" in line for line in handler.lines] == [True] else f"**{handler.lines}**"
+    return (
+        "warned"
+        if ["leaves out" in line for line in handler.lines] == [True]
+        else f"**{handler.lines}**"
+    )
 
 
 def row(name: str, folder: Path) -> tuple[list[str], torch.Tensor]:
@@ -107,9 +121,15 @@ def row(name: str, folder: Path) -> tuple[list[str], torch.Tensor]:
     moved = sum(not torch.equal(p, start[n]) for n, p in added(model).items())
     trained = said(model)
     model.save_pretrained(folder / "adapters" / name)
-    again = attempt(lambda: gap(said(PeftModel.from_pretrained(base(), folder / "adapters" / name)), trained))
+    again = attempt(
+        lambda: gap(said(PeftModel.from_pretrained(base(), folder / "adapters" / name)), trained)
+    )
     with model.disable_adapter():
-        disabled = attempt(lambda: gap(said(model), original)) if method.disable else marked("changed the weights")
+        disabled = (
+            attempt(lambda: gap(said(model), original))
+            if method.disable
+            else marked("changed the weights")
+        )
     merged = reloaded = marked("merge_and_unload")
     if method.merge:
         model = model.merge_and_unload()
@@ -122,12 +142,19 @@ def row(name: str, folder: Path) -> tuple[list[str], torch.Tensor]:
 
 def loaded(how: str, folder: Path, trained: dict[str, torch.Tensor]) -> dict[str, str]:
     """Method -> the cell of one loader, in a process of its own."""
-    subprocess.run([sys.executable, "-c", PROGRAM, LOADERS[how], folder], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, LOADERS[how], folder],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     answers = torch.load(folder / "found")
     cells = {}
     for name, expected in trained.items():
         answer = answers[str(folder / "adapters" / name)]
-        cells[name] = marked(answer) if isinstance(answer, str) else attempt(partial(gap, answer, expected))
+        cells[name] = (
+            marked(answer) if isinstance(answer, str) else attempt(partial(gap, answer, expected))
+        )
     return cells
 
 
@@ -139,7 +166,10 @@ def table(folder: Path) -> dict[str, list[str]]:
     for name in METHODS:
         rows[name], trained[name] = row(name, folder)
     columns = [loaded(how, folder, trained) for how in LOADERS]
-    return {name: [*cells[:2], *(column[name] for column in columns), *cells[2:]] for name, cells in rows.items()}
+    return {
+        name: [*cells[:2], *(column[name] for column in columns), *cells[2:]]
+        for name, cells in rows.items()
+    }
 
 
 def page(rows: dict[str, list[str]]) -> str:

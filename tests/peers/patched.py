@@ -29,7 +29,9 @@ def move(model: torch.nn.Module) -> None:
     """Move every added parameter away from where it starts, each by what its name says, so that copies are equal."""
     for name, parameter in model.named_parameters():
         if ".hyper." in f".{name}" and parameter.device.type != "meta":
-            seed = int.from_bytes(hashlib.sha256(name.split("hyper.")[-1].encode()).digest()[:4], "big")
+            seed = int.from_bytes(
+                hashlib.sha256(name.split("hyper.")[-1].encode()).digest()[:4], "big"
+            )
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
             parameter.data += 0.3 * noise.to(parameter)
 

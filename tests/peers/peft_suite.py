@@ -31,7 +31,10 @@ METHODS = {
     "rsLoRA": (peft.LoraConfig, dict(r=4, use_rslora=True, **QV)),
     "PiSSA": (peft.LoraConfig, dict(r=4, init_lora_weights="pissa", **QV)),
     "AdaLoRA": (peft.AdaLoraConfig, dict(init_r=6, target_r=4, total_step=1, **QV)),
-    "IA3": (peft.IA3Config, dict(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "IA3": (
+        peft.IA3Config,
+        dict(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ),
     "VeRA": (peft.VeraConfig, dict(r=4, target_modules=["q_proj"])),
     "LoHa": (peft.LoHaConfig, dict(r=4, **QV)),
     "LoKr": (peft.LoKrConfig, dict(r=4, **QV)),
@@ -46,8 +49,11 @@ TESTS = sorted(
     name.removeprefix("_test_")
     for name, function in inspect.getmembers(PeftCommonTester, inspect.isfunction)
     if name.startswith("_test_")
-    and [*inspect.signature(function).parameters][1:4] == ["model_id", "config_cls", "config_kwargs"]
-    and all(p.default is not p.empty for p in [*inspect.signature(function).parameters.values()][4:])
+    and [*inspect.signature(function).parameters][1:4]
+    == ["model_id", "config_cls", "config_kwargs"]
+    and all(
+        p.default is not p.empty for p in [*inspect.signature(function).parameters.values()][4:]
+    )
 )
 
 
@@ -87,7 +93,9 @@ def case(method: str) -> type:
     def test(self, name, folder):
         torch.manual_seed(0)
         arguments = {"task_type": "CAUSAL_LM", **options}
-        if MOVED.search(name) and "init_lora_weights" not in arguments:  # as PEFT's own test files do it
+        if (
+            MOVED.search(name) and "init_lora_weights" not in arguments
+        ):  # as PEFT's own test files do it
             arguments = set_init_weights_false(cls, arguments)
         getattr(self, f"_test_{name}")(str(folder), cls, arguments)
 

@@ -40,7 +40,16 @@ PARTS = {
         "prompt",
     ),
 }
-MECHANISMS = ("cone", "hyperbolic", "hype", "hsa", "head_fusion", "talking_heads", "mkl", "trilinear")
+MECHANISMS = (
+    "cone",
+    "hyperbolic",
+    "hype",
+    "hsa",
+    "head_fusion",
+    "talking_heads",
+    "mkl",
+    "trilinear",
+)
 ABOUT = (
     "Written by `make peers`. The common tests of Transformers, on tiny models of five families that patch "
     "themselves as soon as they are built, and the common tests of PEFT, method by method on a patched Llama; "
@@ -55,8 +64,12 @@ EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").
 
 
 def fingerprint() -> str:
-    digest = hashlib.sha256(" ".join(version(name) for name in ("torch", "transformers", "peft")).encode())
-    digest.update(repr([os.environ.get(name) for name in ("TRANSFORMERS_SOURCE", "PEFT_SOURCE")]).encode())
+    digest = hashlib.sha256(
+        " ".join(version(name) for name in ("torch", "transformers", "peft")).encode()
+    )
+    digest.update(
+        repr([os.environ.get(name) for name in ("TRANSFORMERS_SOURCE", "PEFT_SOURCE")]).encode()
+    )
     for folder in ("hf_hyperattn", "model_patches", "tests/peers"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             if file.name != "run.py":
@@ -72,19 +85,45 @@ def outcomes(suite: str, part: str, mechanism: str, folder: Path) -> dict[str, s
     print(f"{suite}, {part}, {mechanism}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
-        line = [sys.executable, "-m", "pytest", "-q", f"tests/peers/{suite}_suite.py", f"--junitxml={report}"]
-        line += ["-p", "no:xdist", "-p", "no:cacheprovider", "-k", "Test_" + re.sub(r"\W", "_", part)]
+        line = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            f"tests/peers/{suite}_suite.py",
+            f"--junitxml={report}",
+        ]
+        line += [
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "Test_" + re.sub(r"\W", "_", part),
+        ]
         line += ["--override-ini", "addopts=--import-mode=importlib", "--timeout", "300"]
         environment = {"HYPERATTN_PEERS": mechanism, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(line, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+        done = subprocess.run(
+            line, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+        )
         if not report.is_file():
-            raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
         found: dict[str, str] = {}
         for case in ElementTree.parse(report).iter("testcase"):
             kinds = {child.tag for child in case}
-            now = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+            now = (
+                "failed"
+                if kinds & {"failure", "error"}
+                else "skipped"
+                if "skipped" in kinds
+                else "passed"
+            )
             name = case.get("name") or ""
-            found[name] = "failed" if "failed" in (now, found.get(name)) else now  # a row for every subtest
+            found[name] = (
+                "failed" if "failed" in (now, found.get(name)) else now
+            )  # a row for every subtest
     if not found:
         raise RuntimeError(f"no test ran: {done.stdout[-2000:]}")
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -106,22 +145,35 @@ def short(test: str) -> str:
 def reason(test: str, part: str, mechanism: str) -> str | None:
     """Why a test must fail on a patched model; None where it should pass."""
     name = short(test)
-    return next((EXPECTED[key] for key in (f"{name} {mechanism}", f"{name} {part}", name) if key in EXPECTED), None)
+    return next(
+        (
+            EXPECTED[key]
+            for key in (f"{name} {mechanism}", f"{name} {part}", name)
+            if key in EXPECTED
+        ),
+        None,
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suites", default="transformers,peft")
-    parser.add_argument("--parts", default="", help="families and methods, by commas (default: all)")
+    parser.add_argument(
+        "--parts", default="", help="families and methods, by commas (default: all)"
+    )
     parser.add_argument("--mechanisms", default=",".join(MECHANISMS))
-    parser.add_argument("--cached", action="store_true", help="write the page from earlier runs; run nothing")
+    parser.add_argument(
+        "--cached", action="store_true", help="write the page from earlier runs; run nothing"
+    )
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "peers.md")
     options = parser.parse_args()
     folder, new, rows, notes = FOLDER / "results" / fingerprint(), [], {}, {}
     mechanisms = options.mechanisms.split(",")
     for suite in options.suites.split(","):
         for part in [p for p in PARTS[suite] if not options.parts or p in options.parts.split(",")]:
-            if options.cached and not any(is_cached(suite, part, mechanism, folder) for mechanism in mechanisms):
+            if options.cached and not any(
+                is_cached(suite, part, mechanism, folder) for mechanism in mechanisms
+            ):
                 continue
             stock = outcomes(suite, part, "stock", folder)
             for mechanism in mechanisms:
@@ -129,13 +181,25 @@ def main() -> int:
                     rows.setdefault(suite, {}).setdefault(part, []).append("–")
                     continue
                 patched = outcomes(suite, part, mechanism, folder)
-                failed = [t for t, o in stock.items() if o == "passed" and patched.get(t, "missing") != "passed"]
+                failed = [
+                    t
+                    for t, o in stock.items()
+                    if o == "passed" and patched.get(t, "missing") != "passed"
+                ]
                 for test in failed:
                     why = reason(test, part, mechanism)
-                    new += [] if why else [f"{suite}, {part}, {mechanism}: {test} {patched.get(test, 'is missing')}"]
+                    new += (
+                        []
+                        if why
+                        else [
+                            f"{suite}, {part}, {mechanism}: {test} {patched.get(test, 'is missing')}"
+                        ]
+                    )
                     notes.setdefault(why or "**new**", set()).add(short(test))
                 passed = sum(o == "passed" for o in stock.values())
-                rows.setdefault(suite, {}).setdefault(part, []).append(f"{passed - len(failed)}/{passed}")
+                rows.setdefault(suite, {}).setdefault(part, []).append(
+                    f"{passed - len(failed)}/{passed}"
+                )
     options.report.write_text(page(mechanisms, rows, notes))
     print("\n".join(new) or "nothing fails that passes on stock models, but for what is expected")
     return 1 if new else 0
@@ -152,7 +216,11 @@ def page(mechanisms: list[str], rows: dict, notes: dict) -> str:
     ]
     for suite, parts in rows.items():
         head = "family" if suite == "transformers" else "method"
-        lines += ["", f"## {suite.replace('peft', 'PEFT').replace('transformers', 'Transformers')}", ""]
+        lines += [
+            "",
+            f"## {suite.replace('peft', 'PEFT').replace('transformers', 'Transformers')}",
+            "",
+        ]
         lines += [f"| {head} | {' | '.join(mechanisms)} |", "| --- |" + " --- |" * len(mechanisms)]
         lines += [f"| {part} | {' | '.join(cells)} |" for part, cells in parts.items()]
     lines += ["", "## What must fail", ""]

@@ -42,7 +42,15 @@ def suite(project: str) -> Path:
 def unpack(project: str, stage: Path) -> None:
     """Download the source archive and put its `tests` into a folder."""
     options = ["--no-deps", "--no-build-isolation", "--no-binary", project, "-d", str(stage)]
-    line = [sys.executable, "-m", "pip", "download", "-q", *options, f"{project}=={version(project)}"]
+    line = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        *options,
+        f"{project}=={version(project)}",
+    ]
     subprocess.run(line, check=True)
     (archive,) = stage.glob("*.tar.gz")
     subprocess.run(["tar", "xzf", str(archive), "-C", str(stage)], check=True)

@@ -61,7 +61,15 @@ class Vit(Tester):
     seq_length = encoder_seq_length = key_length = 17
 
     def get_config(self):
-        sizes = {k: TEXT[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+        sizes = {
+            k: TEXT[k]
+            for k in (
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "intermediate_size",
+            )
+        }
         return hf.ViTConfig(**sizes, image_size=16, patch_size=4, hidden_dropout_prob=0.0,
                             attention_probs_dropout_prob=0.0, num_labels=3)  # fmt: skip
 
@@ -83,13 +91,29 @@ class Whisper(Tester):
     def inputs(self) -> dict:
         ids = ids_tensor([self.batch_size, self.seq_length], 80) + 5
         features = floats_tensor([self.batch_size, 8, 60], scale=1.0)
-        return {"input_features": features, "decoder_input_ids": ids, "decoder_attention_mask": torch.ones_like(ids)}
+        return {
+            "input_features": features,
+            "decoder_input_ids": ids,
+            "decoder_attention_mask": torch.ones_like(ids),
+        }
 
 
 FAMILIES = {
-    "llama": (Llama, [hf.LlamaModel, hf.LlamaForCausalLM, hf.LlamaForSequenceClassification], hf.LlamaConfig),
-    "gpt2": (Gpt2, [hf.GPT2Model, hf.GPT2LMHeadModel, hf.GPT2ForSequenceClassification], hf.GPT2Config),
-    "bert": (Bert, [hf.BertModel, hf.BertForMaskedLM, hf.BertForTokenClassification], hf.BertConfig),
+    "llama": (
+        Llama,
+        [hf.LlamaModel, hf.LlamaForCausalLM, hf.LlamaForSequenceClassification],
+        hf.LlamaConfig,
+    ),
+    "gpt2": (
+        Gpt2,
+        [hf.GPT2Model, hf.GPT2LMHeadModel, hf.GPT2ForSequenceClassification],
+        hf.GPT2Config,
+    ),
+    "bert": (
+        Bert,
+        [hf.BertModel, hf.BertForMaskedLM, hf.BertForTokenClassification],
+        hf.BertConfig,
+    ),
     "vit": (Vit, [hf.ViTModel, hf.ViTForImageClassification], hf.ViTConfig),
     "whisper": (Whisper, [hf.WhisperModel, hf.WhisperForConditionalGeneration], hf.WhisperConfig),
 }
@@ -102,7 +126,11 @@ def case(family: str) -> type:
     def set_up(self):
         self.model_tester = tester()
 
-    body = {"setUp": set_up, "all_model_classes": tuple(classes), "is_encoder_decoder": family == "whisper"}
+    body = {
+        "setUp": set_up,
+        "all_model_classes": tuple(classes),
+        "is_encoder_decoder": family == "whisper",
+    }
     body |= {"test_resize_embeddings": family != "vit", "pipeline_model_mapping": {}}
     return type(f"Test_{family}", (ModelTesterMixin, unittest.TestCase), body)
 

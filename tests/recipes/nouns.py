@@ -8,7 +8,9 @@ LICENCE = "  1 This software and database is being provided to you, the LICENSEE
 def noun(offset: int, word: str, *parents: int, more: str = "") -> str:
     pointers = "".join(f" @ {p:08d} n 0000" for p in parents) + more
     count = len(parents) + (1 if more else 0)
-    return f"{offset:08d} 03 n 01 {word} 0 {count:03d}{pointers} | a gloss with @ 00000000 in it  \n"
+    return (
+        f"{offset:08d} 03 n 01 {word} 0 {count:03d}{pointers} | a gloss with @ 00000000 in it  \n"
+    )
 
 
 def write_nouns(path, fan: int = 3, levels: int = 4) -> dict[str, str | None]:

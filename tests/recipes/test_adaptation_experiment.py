@@ -53,7 +53,9 @@ def test_every_row_starts_as_the_model_and_with_the_same_lora(small):
         assert all(".layers.2." in n or ".layers.3." in n for n in names)
         assert any(".hyper." in n for n in names) == (name != adaptation.ALONE)
         if row["rank"] == 8:
-            matrices.append({n.split("layers.")[1]: p for n, p in adaptation.trained(model) if "lora_A" in n})
+            matrices.append(
+                {n.split("layers.")[1]: p for n, p in adaptation.trained(model) if "lora_A" in n}
+            )
     for other in matrices[1:]:
         assert other.keys() == matrices[0].keys()
         assert all(torch.equal(other[n], p) for n, p in matrices[0].items())
@@ -63,7 +65,9 @@ def test_what_layers_below_make_once_is_what_the_whole_model_makes(small):
     ids = adaptation.window("test", 16, 16)
     whole = adaptation.pretrained()(input_ids=ids, use_cache=False).logits[0, :-1]
     upper = adaptation.upper_part(small, adaptation.pretrained())
-    assert adaptation.mean_loss(small, upper, "test", 16) == torch.nn.functional.cross_entropy(whole, ids[0, 1:])
+    assert adaptation.mean_loss(small, upper, "test", 16) == torch.nn.functional.cross_entropy(
+        whole, ids[0, 1:]
+    )
 
 
 @pytest.mark.slow
@@ -90,12 +94,18 @@ def test_what_would_be_found_is_found_four_times_in_five():
     draw_, found = torch.Generator().manual_seed(0), 0
     from scipy.stats import ttest_1samp
 
-    for _ in range(400):  # the deviation of differences is 1, of ten seeds: (2.262 + 0.883) / sqrt(10)
-        found += ttest_1samp(torch.randn(10, generator=draw_).numpy() + 3.145 / 10**0.5, 0).pvalue < 0.05
+    for _ in range(
+        400
+    ):  # the deviation of differences is 1, of ten seeds: (2.262 + 0.883) / sqrt(10)
+        found += (
+            ttest_1samp(torch.randn(10, generator=draw_).numpy() + 3.145 / 10**0.5, 0).pvalue < 0.05
+        )
     assert 0.72 < found / 400 < 0.88
     differences = [1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0]
     expected = 3.145 * (10 / 9) ** 0.5 / 10**0.5
-    assert adaptation_tables.detectable(differences, [0.0] * 10) == pytest.approx(expected, rel=1e-3)
+    assert adaptation_tables.detectable(differences, [0.0] * 10) == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 def test_committed_results_are_of_these_settings_and_on_the_page():

@@ -39,13 +39,20 @@ def test_glosses_are_those_of_the_same_nouns(tmp_path):
 
 def test_only_one_answer_is_of_the_kind_and_described():
     nouns, draw_ = some_nouns(), torch.Generator().manual_seed(0)
-    question, context, answers, right = coattention.questions(nouns, torch.tensor([0, 2, 3, 5]), 50, draw_)
+    question, context, answers, right = coattention.questions(
+        nouns, torch.tensor([0, 2, 3, 5]), 50, draw_
+    )
     places = set()
     for row in range(50):
         asked = question.states[row, 0, 0].item()
         described = {tuple(context.states[row, place, :2].tolist()) for place in (0, 4)}
         offered = [tuple(answers.states[row, i, 0, :2].tolist()) for i in range(4)]
-        assert len(set(offered)) == 4 and sorted(kind == asked for kind, _ in offered) == [False, False, True, True]
+        assert len(set(offered)) == 4 and sorted(kind == asked for kind, _ in offered) == [
+            False,
+            False,
+            True,
+            True,
+        ]
         assert len({kind for kind, _ in offered}) == 2 and described < set(offered)
         fits = [i for i, answer in enumerate(offered) if answer in described and answer[0] == asked]
         assert fits == [right[row].item()]
@@ -79,7 +86,10 @@ def test_attention_by_loops(kind):
                 else:
                     joint[j, k] = (q * key[b, h, j] * key2[b, h, k]).sum()
         if kind == "pairwise, chained":
-            of = {j: torch.stack([key[b, h, j] @ key2[b, h, k] / 2 for k in ks]).softmax(0) for j in js}
+            of = {
+                j: torch.stack([key[b, h, j] @ key2[b, h, k] / 2 for k in ks]).softmax(0)
+                for j in js
+            }
             first = torch.stack([q @ key[b, h, j] for j in js]).softmax(0)
             weights = [first[x] * of[j][y] for x, j in enumerate(js) for y in range(len(ks))]
         else:
@@ -102,13 +112,19 @@ def test_three_way_is_the_packages_own():
 def test_what_is_left_out_changes_nothing():
     torch.manual_seed(0)
     nouns, kinds = some_nouns(), torch.arange(6)
-    question, context, answers, _ = coattention.questions(nouns, kinds, 8, torch.Generator().manual_seed(1))
+    question, context, answers, _ = coattention.questions(
+        nouns, kinds, 8, torch.Generator().manual_seed(1)
+    )
     other = lambda words: Words(torch.randn_like(words.states), words.mask)
     for kind in coattention.SETTINGS["kinds"]:
         model = coattention.Coattention(kind, 5, 8, 2)
         plain = model(question, context, answers)
-        assert torch.equal(model(other(question), context, answers), plain) == (kind == "without question")
-        assert torch.equal(model(question, other(context), answers), plain) == (kind == "without context")
+        assert torch.equal(model(other(question), context, answers), plain) == (
+            kind == "without question"
+        )
+        assert torch.equal(model(question, other(context), answers), plain) == (
+            kind == "without context"
+        )
         hidden = Words(context.states + (~context.mask)[..., None], context.mask)
         torch.testing.assert_close(model(question, hidden, answers), plain)
 
@@ -125,12 +141,21 @@ def test_what_is_read_is_never_trained_on():
 
 def test_two_steps_of_every_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(coattention, "nouns_of", some_nouns)
-    small = {"hypernyms": 6, "read": {"search": 2, "test": 2}, "questions": 100, "width": 8, "heads": 2, "steps": 2}
+    small = {
+        "hypernyms": 6,
+        "read": {"search": 2, "test": 2},
+        "questions": 100,
+        "width": 8,
+        "heads": 2,
+        "steps": 2,
+    }
     small |= {"batch": 2, "seeds": [0, 1], "search": {"seed": 9, "rates": [0.1, 0.2]}}
     experiment = store.Experiment("coattention", coattention.SETTINGS | small, coattention.runs)
     assert store.perform(experiment, tmp_path)
     runs = store.load("coattention", tmp_path)["runs"]
-    assert len({runs[f"{kind}, seed 0"]["parameters"] for kind in coattention.SETTINGS["kinds"]}) == 1
+    assert (
+        len({runs[f"{kind}, seed 0"]["parameters"] for kind in coattention.SETTINGS["kinds"]}) == 1
+    )
     page = tmp_path / "page.md"
     page.write_text(coattention_tables.PAGE.read_text())
     coattention_tables.draw(tmp_path, page)

@@ -19,7 +19,13 @@ def test_the_results_are_of_the_settings():
 def test_full_rank_loses_nothing_and_ranks_save_parameters():
     runs = store.load("collaborative")["runs"]
     full = runs["weights, rank 384"]
-    assert full["cosine"]["least"] == 1 and full["probe"]["right"] == runs["stock"]["probe"]["right"]
+    assert (
+        full["cosine"]["least"] == 1 and full["probe"]["right"] == runs["stock"]["probe"]["right"]
+    )
     for way in collaborative.WAYS:
-        sizes = [runs[name]["bytes"] for rank in (288, 192, 96) if (name := f"{way}, rank {rank}") in runs]
+        sizes = [
+            runs[name]["bytes"]
+            for rank in (288, 192, 96)
+            if (name := f"{way}, rank {rank}") in runs
+        ]
         assert sizes == sorted(sizes, reverse=True) and sizes[0] < runs["stock"]["bytes"]

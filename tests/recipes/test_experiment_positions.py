@@ -31,7 +31,9 @@ def test_hype_with_a_small_mu_is_alibi_in_the_whole_model():
     ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
     flat = {"positions": {"hype": {"hype": 100_000, "learned": False}}}
     with torch.no_grad():
-        by_mask, by_hype, none = (m(ids).logits for m in (model("ALiBi"), model("hype", **flat), model("none")))
+        by_mask, by_hype, none = (
+            m(ids).logits for m in (model("ALiBi"), model("hype", **flat), model("none"))
+        )
     assert (by_mask - by_hype).abs().max() < 1e-4 < 1e-2 < (by_mask - none).abs().max()
 
 
@@ -65,8 +67,12 @@ def test_rows_are_cut_from_the_text_before_the_held_out_part(monkeypatch):
     monkeypatch.setattr(length, "bytes_of_the_bible", lambda: ids)
     small = SMALL | {"steps": 2, "batch": 4, "held_out": 0.1, "held_out_bytes": 200}
     found = length.train(small, "HyPE learned, from max_length 128", 0)
-    assert set(found["perplexity"]) == {"8", "40"} and all(1 < p < 1000 for p in found["perplexity"].values())
-    assert any(value for values in found["added"].values() for value in values)  # log mu or log tau moved
+    assert set(found["perplexity"]) == {"8", "40"} and all(
+        1 < p < 1000 for p in found["perplexity"].values()
+    )
+    assert any(
+        value for values in found["added"].values() for value in values
+    )  # log mu or log tau moved
     assert found == length.train(small, "HyPE learned, from max_length 128", 0)
 
 
@@ -130,7 +136,9 @@ def test_every_way_computes_the_same_attention():
     torch.manual_seed(0)
     qkv = [torch.randn(1, 4, 70, 16) for _ in range(3)]
     found = flash.ways(*qkv)
-    assert {"SDPA, no bias", "mask", "two plain columns", "columns", "tiles (blockwise)"} <= set(found)
+    assert {"SDPA, no bias", "mask", "two plain columns", "columns", "tiles (blockwise)"} <= set(
+        found
+    )
     for name, call in found.items():
         plain = name == "SDPA, no bias"
         assert flash.output_error(call(), *qkv, biased=not plain) < 2e-5, name

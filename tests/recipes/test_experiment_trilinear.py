@@ -21,8 +21,16 @@ def test_labels_are_what_loops_find():
     for row, found in zip(tokens.tolist(), labels.tolist()):
         for i, label in enumerate(found):
             others = [x for place, x in enumerate(row) if place != i]
-            assert label == any((row[i] + a + b) % 32 == 0 for a, b in itertools.combinations(others, 2))
-    assert 0.4 < trilinear.batch(trilinear.SETTINGS, 2000, torch.Generator().manual_seed(1))[1].float().mean() < 0.6
+            assert label == any(
+                (row[i] + a + b) % 32 == 0 for a, b in itertools.combinations(others, 2)
+            )
+    assert (
+        0.4
+        < trilinear.batch(trilinear.SETTINGS, 2000, torch.Generator().manual_seed(1))[1]
+        .float()
+        .mean()
+        < 0.6
+    )
 
 
 def test_a_repeated_token_is_another_one_only_in_another_place():

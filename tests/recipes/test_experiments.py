@@ -49,7 +49,9 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
     assert store.perform(counting(done), tmp_path) and done == [0, 1, 2, 3]
     results = store.load("counting", tmp_path)
     assert [run["value"] for run in results["runs"].values()] == [0, 2, 4, 6]
-    assert results["runs"]["run 0"]["nothing"] is None and results["versions"]["torch"] == version("torch")
+    assert results["runs"]["run 0"]["nothing"] is None and results["versions"]["torch"] == version(
+        "torch"
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["counting.json"]
 
 
@@ -90,7 +92,9 @@ def test_rows_may_be_added_to_results_and_nothing_else_changed(tmp_path):
 
 def test_a_table_that_older_results_lack_had_no_rows(tmp_path):
     def experiment(**more):
-        run = lambda settings, found: ((key, lambda: {"value": 1}) for key in ("a", *settings.get("more", ())))
+        run = lambda settings, found: (
+            (key, lambda: {"value": 1}) for key in ("a", *settings.get("more", ()))
+        )
         return store.Experiment("wider", {"steps": 1} | more, run, rows=tuple(more))
 
     assert store.perform(experiment(), tmp_path)
@@ -157,13 +161,16 @@ def test_one_process_at_a_time_works_on_the_same_results(tmp_path, monkeypatch, 
     for name, words in (("queue", ["queue"]), ("alibi", ["alibi"])):
         held = pausing.only_one(name)
         assert main(words) == 2
-        assert capsys.readouterr().err.endswith(f"another process of this checkout runs {name}; allowed: one\n")
+        assert capsys.readouterr().err.endswith(
+            f"another process of this checkout runs {name}; allowed: one\n"
+        )
         held.close()
         pausing.only_one(name).close()
 
 
 @pytest.mark.parametrize(
-    "words", ["queue --minutes 3", "queue --fresh", "draw --left", "alibi --left --fresh", "draw --full"]
+    "words",
+    ["queue --minutes 3", "queue --fresh", "draw --left", "alibi --left --fresh", "draw --full"],
 )
 def test_an_option_that_nothing_reads_is_refused(words, capsys):
     assert main(words.split()) == 2
@@ -206,13 +213,22 @@ def test_tables_are_put_between_their_marks():
 def test_a_missing_run_is_named(tmp_path):
     results = store.load("alibi") | {"runs": {}}
     (tmp_path / "alibi.json").write_text(json.dumps(results))
-    with pytest.raises(ValueError, match=r"alibi.json lacks the run 'heads'; run: python recipes/experiments alibi"):
+    with pytest.raises(
+        ValueError, match=r"alibi.json lacks the run 'heads'; run: python recipes/experiments alibi"
+    ):
         draw.made(tables.alibi_heads, "alibi", tmp_path)
 
 
 @pytest.mark.parametrize(
     "value, said",
-    [(0.0, "0.000"), (0.01234, "0.012"), (0.5, "0.500"), (1.234, "1.23"), (12.34, "12.3"), (123.4, "123")]
+    [
+        (0.0, "0.000"),
+        (0.01234, "0.012"),
+        (0.5, "0.500"),
+        (1.234, "1.23"),
+        (12.34, "12.3"),
+        (123.4, "123"),
+    ]
     + [(12345.6, "12,346"), (0.0049, "4.9e-3"), (1.4e-7, "1.4e-7"), (2.5e6, "2.5e6"), (None, "-")],
 )
 def test_numbers_have_three_digits(value, said):
@@ -223,7 +239,9 @@ def test_paired_differences_are_students(monkeypatch):
     mine, others = [70.1, 68.2, 73.3, 71.0], [69.0, 68.4, 70.2, 70.1]
     found = [a - b for a, b in zip(mine, others)]
     error = statistics.stdev(found) / 2
-    low, high = (statistics.mean(found) + sign * 3.18245 * error for sign in (-1, 1))  # t of 3 degrees, 97.5 %
+    low, high = (
+        statistics.mean(found) + sign * 3.18245 * error for sign in (-1, 1)
+    )  # t of 3 degrees, 97.5 %
     said = tables.paired(mine, others, 2)
     assert said.startswith(f"{statistics.mean(found):+.2f} ({low:+.2f} to {high:+.2f}), p = 0.1")
     assert tables.paired([1.0, 2.0, 3.001], [0.0, 1.0, 2.0]).endswith("p < 0.001")
@@ -261,4 +279,6 @@ def test_plots_are_drawn_from_the_committed_results(tmp_path):
     for name in NAMES:
         made = (tmp_path / f"plots/{name}.svg").read_bytes()
         assert made.startswith(b"<?xml") and len(made) < 200_000
-        assert (draw.PLOTS / f"{name}.svg").exists() and f"plots/{name}.svg" in draw.PAGE.read_text()
+        assert (
+            draw.PLOTS / f"{name}.svg"
+        ).exists() and f"plots/{name}.svg" in draw.PAGE.read_text()

@@ -39,11 +39,15 @@ def benchmark(name: str):
 
 def hsa_frontier() -> Figure:
     files = [RESULTS / f"hsa_frontier_{length}.json" for length in (2048, 8192)]
-    return benchmark("hsa_frontier").figure_of([json.loads(file.read_text()) for file in files], [8192])
+    return benchmark("hsa_frontier").figure_of(
+        [json.loads(file.read_text()) for file in files], [8192]
+    )
 
 
 def frontier() -> Figure:
-    return benchmark("frontiers.table").figure_of(json.loads((RESULTS / "frontier.json").read_text()))
+    return benchmark("frontiers.table").figure_of(
+        json.loads((RESULTS / "frontier.json").read_text())
+    )
 
 
 def performance() -> Figure:
@@ -52,7 +56,9 @@ def performance() -> Figure:
     return page.figure_of(json.loads(min(RESULTS.glob("attention-*.json")).read_text())["rows"])
 
 
-MAKERS = {name: lambda name=name, make=make: make(load(name)) for name, make in figures.FIGURES.items()} | {
+MAKERS = {
+    name: lambda name=name, make=make: make(load(name)) for name, make in figures.FIGURES.items()
+} | {
     "adaptation": lambda: adaptation_tables.plot(load("adaptation")),
     "trilinear": lambda: trilinear_tables.curves(load("trilinear")),
     "head_pruning": lambda: head_tables.plot(load("head_pruning")),
@@ -79,14 +85,19 @@ def figure(request) -> Figure:
 def lines(axes) -> list:
     """What is drawn of data: no marks of ours, no lines across the whole plot."""
     own = [line for line in axes.get_lines() if line.get_gid() != "cut"]
-    own = [line for line in own if line.get_linestyle() != "None" or line.get_label()[0] != "_"]  # ends of error bars
+    own = [
+        line for line in own if line.get_linestyle() != "None" or line.get_label()[0] != "_"
+    ]  # ends of error bars
     return [line for line in own if line.get_transform() == axes.transData]
 
 
 def drawn(axes) -> np.ndarray:
     """All finite points of lines, as shares of the axes, [n, 2]."""
     points = [np.asarray(line.get_xydata(), dtype=float) for line in lines(axes)]
-    points += [np.array([[0, 0], [1, 1]]) @ np.diag(p.get_bbox().size) + p.get_bbox().min for p in axes.patches]
+    points += [
+        np.array([[0, 0], [1, 1]]) @ np.diag(p.get_bbox().size) + p.get_bbox().min
+        for p in axes.patches
+    ]
     shares = axes.transAxes.inverted().transform(axes.transData.transform(np.concatenate(points)))
     return shares[np.isfinite(shares).all(1)]
 
@@ -101,7 +112,9 @@ def test_no_point_is_cut_off_without_a_mark(figure):
     for axes in figure.axes:
         marked = {to_hex(line.get_color()) for line in axes.get_lines() if line.get_gid() == "cut"}
         for line in lines(axes):
-            shares = axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata()))
+            shares = axes.transAxes.inverted().transform(
+                axes.transData.transform(line.get_xydata())
+            )
             shares = shares[np.isfinite(shares).all(1)]
             outside = (shares < -1e-6).any() or (shares > 1 + 1e-6).any()
             assert not outside or to_hex(line.get_color()) in marked, line.get_label()
@@ -109,7 +122,9 @@ def test_no_point_is_cut_off_without_a_mark(figure):
 
 def test_axes_end_where_data_ends(figure):
     for axes in figure.axes:
-        shares = np.clip(np.concatenate([drawn(a) for a in axes.get_shared_y_axes().get_siblings(axes)]), 0, 1)
+        shares = np.clip(
+            np.concatenate([drawn(a) for a in axes.get_shared_y_axes().get_siblings(axes)]), 0, 1
+        )
         for low, high in zip(shares.min(0), shares.max(0), strict=True):
             assert low < 0.17 and high > 0.8, (axes.get_title(), axes.get_ylabel(), low, high)
 
@@ -122,9 +137,15 @@ def labelled(figure) -> list[tuple[str, str, tuple]]:
             artist = handle[0] if isinstance(handle, tuple) else handle
             line = hasattr(artist, "get_marker")
             colour = (
-                artist.get_color() if line else artist.get_edgecolor() if label == NAMES else artist.get_facecolor()
+                artist.get_color()
+                if line
+                else artist.get_edgecolor()
+                if label == NAMES
+                else artist.get_facecolor()
             )
-            colour = colour if isinstance(colour, str) else tuple(np.asarray(colour).reshape(-1)[:4])
+            colour = (
+                colour if isinstance(colour, str) else tuple(np.asarray(colour).reshape(-1)[:4])
+            )
             style = (artist.get_marker(), artist.get_linestyle()) if line else ()
             named.append((label, to_hex(colour), style))
     return named
@@ -146,7 +167,9 @@ def test_every_colour_is_in_a_legend(figure):
     assert {label for label, *_ in named} == entries
     colours = {colour for _, colour, _ in named}
     for axes in figure.axes:
-        assert {to_hex(line.get_color()) for line in lines(axes)} - {to_hex("black")} <= colours | error_bars(axes)
+        assert {to_hex(line.get_color()) for line in lines(axes)} - {
+            to_hex("black")
+        } <= colours | error_bars(axes)
 
 
 def error_bars(axes) -> set[str]:
@@ -161,4 +184,8 @@ def test_a_cut_is_marked_where_it_is():
     axes.set_ylim(0, 2)
     figures.mark_cut(axes)
     marks = [line for line in axes.get_lines() if line.get_gid() == "cut"]
-    assert [(m.get_marker(), *m.get_xydata()[0]) for m in marks] == [("^", 0.5, 2), ("^", 1.5, 2), ("^", 0, 2)]
+    assert [(m.get_marker(), *m.get_xydata()[0]) for m in marks] == [
+        ("^", 0.5, 2),
+        ("^", 1.5, 2),
+        ("^", 0, 2),
+    ]

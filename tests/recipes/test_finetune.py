@@ -57,7 +57,11 @@ def test_the_results_say_what_was_done(straight):
     assert [step for step, _ in results["held_out_curve"]] == [4, 8]
     assert results["held_out_curve"][-1][1] == pytest.approx(after["loss"], abs=1e-5)
     lora = 2 * 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32))  # layers, rank, q and k and v and o
-    assert results["parameters"]["trained"] == lora + results["parameters"]["added"] == lora + 2 * 3 * 4
+    assert (
+        results["parameters"]["trained"]
+        == lora + results["parameters"]["added"]
+        == lora + 2 * 3 * 4
+    )
     assert results["gates"]["lowest"] < 0 < results["gates"]["highest"]
     assert results["resumed_from_step"] is None and results["seconds"]["train"] > 0
     assert {"torch", "transformers", "peft"} <= results["versions"].keys()
@@ -70,7 +74,9 @@ def test_the_adapter_alone_gives_the_model_back(straight, model):
     base = hf.AutoModelForCausalLM.from_pretrained(model)
     ha.patch_model(base, ha.HyperAttnConfig.from_pretrained(folder / "out/adapter"))
     again = PeftModel.from_pretrained(base, folder / "out/adapter")
-    gates = torch.cat([p.flatten() for n, p in again.named_parameters() if n.endswith("default.cone.gate")])
+    gates = torch.cat(
+        [p.flatten() for n, p in again.named_parameters() if n.endswith("default.cone.gate")]
+    )
     assert gates.min().item() == results["gates"]["lowest"]
     config = json.loads((folder / "out/adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None  # and no path of this machine
@@ -83,7 +89,9 @@ def test_a_finished_run_is_not_done_again(straight, capsys):
     folder, data, results = straight
     changed = json.loads(json.dumps(data))
     changed["trainer"]["learning_rate"] = 0.5
-    with pytest.raises(ValueError, match=r"holds a run with trainer.learning_rate=0.01, now it is 0.5; [^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"holds a run with trainer.learning_rate=0.01, now it is 0.5; [^\n]*$"
+    ):
         do(folder, changed)
     assert do(folder, data) == results  # with the seconds that it took
     assert "Finished already" in capsys.readouterr().out
@@ -103,13 +111,17 @@ def test_killed_and_resumed_it_ends_bit_for_bit_where_it_would_have(straight, tm
     assert code == -signal.SIGKILL, said
     assert not (out / "results.json").exists() and not (out / "adapter").exists()
     half_written = out / "checkpoint-7"  # as a kill in the middle of a save leaves one
-    shutil.copytree(out / "checkpoint-4", half_written, ignore=shutil.ignore_patterns("whole", "optimizer.pt"))
+    shutil.copytree(
+        out / "checkpoint-4", half_written, ignore=shutil.ignore_patterns("whole", "optimizer.pt")
+    )
     code, out_text, said = finish(start("--config", path))
     assert code == 0, said
     resumed = json.loads((out / "results.json").read_text())
     assert resumed["resumed_from_step"] in (4, 6) and not half_written.exists()
     expected, found = load_file(folder / "out" / WEIGHTS), load_file(out / WEIGHTS)
-    assert expected.keys() == found.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+    assert expected.keys() == found.keys() and all(
+        torch.equal(found[n], expected[n]) for n in expected
+    )
     for same in ("before", "after", "loss_curve", "held_out_curve", "gates", "data"):
         assert without_times(resumed[same]) == without_times(results[same]), same
 
@@ -122,7 +134,13 @@ def without_times(value):
 def test_whole_models_come_back_by_from_pretrained(method, model, tmp_path):
     changes = {"steps": 3, "learning_rate": 1e-3}
     results = do(
-        tmp_path, recipe(model, tmp_path / "out", peft={"method": method, "r": 8, "dropout": 0.0}, trainer=changes)
+        tmp_path,
+        recipe(
+            model,
+            tmp_path / "out",
+            peft={"method": method, "r": 8, "dropout": 0.0},
+            trainer=changes,
+        ),
     )
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
     assert ha.describe(again)["patched"] == 2 and again.config.use_cache
@@ -130,7 +148,10 @@ def test_whole_models_come_back_by_from_pretrained(method, model, tmp_path):
     values = again.state_dict()
     moved = [not torch.equal(values[n], original[n]) for n in original]
     assert all(moved) if method == "full" else not any(moved)
-    assert results["parameters"]["trained"] == results["parameters"]["all" if method == "full" else "added"]
+    assert (
+        results["parameters"]["trained"]
+        == results["parameters"]["all" if method == "full" else "added"]
+    )
     assert results["after"]["perplexity"] < results["before"]["perplexity"]
 
 
@@ -157,12 +178,21 @@ def test_the_control_run_leaves_the_gates_shut(model, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_share_a_run(model, tmp_path):
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launcher = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    )
     data = recipe(model, tmp_path / "out", trainer={"steps": 4, "batch_size": 1})
     path = write(tmp_path / "recipe.yaml", data)
     code, _, said = finish(start("--config", path, launcher=launcher, ACCELERATE_USE_CPU="true"))
     if "cannot import name 'EmbeddingParallel' from 'transformers" in said:
-        pytest.skip("this PEFT cannot load an adapter beside this Transformers once processes are several")
+        pytest.skip(
+            "this PEFT cannot load an adapter beside this Transformers once processes are several"
+        )
     assert code == 0, said[-3000:]
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["distributed"] == "MULTI_CPU" and results["recipe"]["launch"] == {"processes": 2}
@@ -172,19 +202,32 @@ def test_two_processes_share_a_run(model, tmp_path):
 def launched(config: str) -> tuple[str, ...]:
     """A launcher by one of the committed configs, at a port that the system chooses."""
     file = f"recipes/accelerate_configs/{config}.yaml"
-    return (sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, "--main_process_port", "0")
+    return (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        file,
+        "--main_process_port",
+        "0",
+    )
 
 
 @pytest.mark.slow
 def test_fsdp2_ends_where_ddp_ends_and_resumes_exactly(model, tmp_path):
     adapters = {}
-    launchers = {"ddp": launched("ddp"), "fsdp": (*launched("fsdp2"), "--module", "tests.recipes.fsdp_on_cpu")}
+    launchers = {
+        "ddp": launched("ddp"),
+        "fsdp": (*launched("fsdp2"), "--module", "tests.recipes.fsdp_on_cpu"),
+    }
     for way, launcher in launchers.items():
         out = tmp_path / way
         data = recipe(model, out, peft={"dropout": 0.0}, trainer={"batch_size": 1})
         path = write(tmp_path / f"{way}.yaml", data)
         for _ in range(2):
-            process = start("--config", path, launcher=launcher, script=way == "ddp", ACCELERATE_USE_CPU="true")
+            process = start(
+                "--config", path, launcher=launcher, script=way == "ddp", ACCELERATE_USE_CPU="true"
+            )
             code, _, said = finish(process)
             assert code == 0, said[-3000:]
             adapters.setdefault(way, []).append(load_file(out / WEIGHTS))
@@ -212,13 +255,18 @@ def test_two_machines_of_slurm_share_a_run(model, tmp_path):
     for name, body in commands.items():
         (bin_ / name).write_text(f"#!/bin/bash\nset -e\n{body}\n")
         (bin_ / name).chmod(0o755)
-    path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out", trainer={"steps": 2, "batch_size": 1}))
+    path = write(
+        tmp_path / "recipe.yaml",
+        recipe(model, tmp_path / "out", trainer={"steps": 2, "batch_size": 1}),
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "here[0-1]", "GPUS": "1", "PORT": str(port)}
     environment = slurm | {"PATH": f"{bin_}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
-    process = start("recipes/slurm.sh", "--config", path, launcher=("bash",), script=False, **environment)
+    process = start(
+        "recipes/slurm.sh", "--config", path, launcher=("bash",), script=False, **environment
+    )
     code, said, errors = finish(process)
     assert code == 0, errors[-3000:]
     results = json.loads((tmp_path / "out/results.json").read_text())
@@ -235,7 +283,9 @@ def test_accelerate_launches_it(model, tmp_path):
         "recipes/accelerate_configs/cpu.yaml",
     )
     path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out", trainer={"steps": 1}))
-    code, said, errors = finish(start("--config", path, "--set", "data.length=32", launcher=launcher))
+    code, said, errors = finish(
+        start("--config", path, "--set", "data.length=32", launcher=launcher)
+    )
     assert code == 0, errors
     assert "held-out perplexity" in said
     assert json.loads((tmp_path / "out/results.json").read_text())["recipe"]["data"]["length"] == 32
@@ -243,13 +293,19 @@ def test_accelerate_launches_it(model, tmp_path):
 
 @pytest.mark.slow
 def test_what_was_trained_is_published_with_its_numbers(model, tmp_path):
-    data = recipe(model, tmp_path / "out", trainer={"steps": 1}, hub={"push": True, "id": "tester/tiny-cone"})
+    data = recipe(
+        model, tmp_path / "out", trainer={"steps": 1}, hub={"push": True, "id": "tester/tiny-cone"}
+    )
     path = write(tmp_path / "recipe.yaml", data)
     with Hub() as hub:
         environment = client_environment(hub, tmp_path / "home")
         code, _, said = finish(start("--config", path, **environment | {"HF_TOKEN": "hf_wrong"}))
-        assert code == 2 and said.splitlines()[-1].startswith("finetune: error: hub.id='tester/tiny-cone' failed: ")
-        assert "token" in said.splitlines()[-1] and not (tmp_path / "out").exists()  # told before the work
+        assert code == 2 and said.splitlines()[-1].startswith(
+            "finetune: error: hub.id='tester/tiny-cone' failed: "
+        )
+        assert (
+            "token" in said.splitlines()[-1] and not (tmp_path / "out").exists()
+        )  # told before the work
         code, said, errors = finish(start("--config", path, **environment))
         assert code == 0, errors
         assert "published            tester/tiny-cone" in said
@@ -266,11 +322,16 @@ def test_errors_are_one_line_and_code_two(model, tmp_path):
     path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out"))
     code, said, errors = finish(start("--config", path, "--set", "trainer.steps=0"))
     assert (code, said) == (2, "")
-    assert errors.splitlines()[-1] == "finetune: error: trainer.steps=0 is not allowed; allowed: numbers from 1"
+    assert (
+        errors.splitlines()[-1]
+        == "finetune: error: trainer.steps=0 is not allowed; allowed: numbers from 1"
+    )
 
 
 def test_a_model_or_text_that_is_not_there_is_named(model, tmp_path):
-    with pytest.raises(ValueError, match=r"^model.name='nobody/nothing': cannot be loaded as a causal LM: "):
+    with pytest.raises(
+        ValueError, match=r"^model.name='nobody/nothing': cannot be loaded as a causal LM: "
+    ):
         do(tmp_path, recipe("nobody/nothing", tmp_path / "out"))
     with pytest.raises(ValueError, match=r"^data.length=256 is not allowed; allowed: up to 128"):
         do(tmp_path, recipe(model, tmp_path / "out", data={"length": 256}))

@@ -22,7 +22,13 @@ from experiments import (
 )
 from experiments.lca_task import LcaTask
 
-TASK = hyperbolicity.SETTINGS["task"] | {"leaves": 32, "width": 8, "steps": 2, "batch": 4, "test_pairs": 20}
+TASK = hyperbolicity.SETTINGS["task"] | {
+    "leaves": 32,
+    "width": 8,
+    "steps": 2,
+    "batch": 4,
+    "test_pairs": 20,
+}
 
 
 @pytest.fixture
@@ -30,37 +36,67 @@ def task(monkeypatch):
     """A tree of two children for every node, in place of WordNet."""
 
     def paths(level):
-        return [tuple(f"{leaf:0{level}b}"[: i + 1] for i in range(level)) for leaf in range(2**level)]
+        return [
+            tuple(f"{leaf:0{level}b}"[: i + 1] for i in range(level)) for leaf in range(2**level)
+        ]
 
     made = {level: LcaTask(paths(level), 2) for level in (4, 5)}
     monkeypatch.setattr(depth, "task_of", lambda level, *rest: made[level])
 
 
 def test_two_steps_of_hyperbolicity(task, tmp_path, monkeypatch):
-    monkeypatch.setattr(hyperbolicity, "frequencies", lambda: Counter({f"w{i}": i % 7 for i in range(30)}))
+    monkeypatch.setattr(
+        hyperbolicity, "frequencies", lambda: Counter({f"w{i}": i % 7 for i in range(30)})
+    )
     monkeypatch.setattr(hyperbolicity, "table_of", lambda name: torch.randn(30, 4).requires_grad_())
     monkeypatch.setattr(hyperbolicity, "last_states", lambda name, ids: torch.randn(len(ids), 4))
-    tree = {"all.0": None} | {f"w{i}.{i + 1}": "all.0" if i < 3 else f"w{i // 3}.{i // 3 + 1}" for i in range(30)}
+    tree = {"all.0": None} | {
+        f"w{i}.{i + 1}": "all.0" if i < 3 else f"w{i // 3}.{i // 3 + 1}" for i in range(30)
+    }
     monkeypatch.setattr(hyperbolicity, "parents_of", lambda source: tree)
     lengths = lambda texts, name: [torch.zeros(1 + i % 3) for i, _ in enumerate(texts)]
     monkeypatch.setattr(hyperbolicity, "ids_of", lengths)
     words = ([f"w{i}" for i in range(30)], torch.arange(30), [i % 5 for i in range(30)])
     monkeypatch.setattr(hyperbolicity, "nouns", lambda name, most: words)
-    small = {"size": 8, "draws": 2, "quadruples": 50, "words": 30, "depths": [4, 5], "seeds": [0, 1], "task": TASK}
+    small = {
+        "size": 8,
+        "draws": 2,
+        "quadruples": 50,
+        "words": 30,
+        "depths": [4, 5],
+        "seeds": [0, 1],
+        "task": TASK,
+    }
     kinds, rates = hyperbolicity.SETTINGS["kinds"], depth.SETTINGS["search"]["learning_rates"]
-    keys = [depth.key_of_search(kind, level, "full", rate) for kind in kinds for level in (4, 5) for rate in rates]
+    keys = [
+        depth.key_of_search(kind, level, "full", rate)
+        for kind in kinds
+        for level in (4, 5)
+        for rate in rates
+    ]
     results = {"settings": depth.SETTINGS, "runs": {key: {"accuracy": 0.5} for key in keys}}
     monkeypatch.setattr(hyperbolicity, "load", lambda name: results)
-    experiment = store.Experiment("hyperbolicity", hyperbolicity.SETTINGS | small, hyperbolicity.runs)
+    experiment = store.Experiment(
+        "hyperbolicity", hyperbolicity.SETTINGS | small, hyperbolicity.runs
+    )
     assert store.perform(experiment, tmp_path)
     run = store.load("hyperbolicity", tmp_path)["runs"]["depth 4, hyperbolic distance, seed 1"]
-    assert len(run["after"]["keys"]) == TASK["heads"] == len(run["before"]["keys"]) and "points" in run["after"]
+    assert (
+        len(run["after"]["keys"]) == TASK["heads"] == len(run["before"]["keys"])
+        and "points" in run["after"]
+    )
     page = tmp_path / "page.md"
     page.write_text(hyperbolicity_tables.PAGE.read_text())
     hyperbolicity_tables.draw(tmp_path, page, tmp_path)
-    assert "depth 5, hyperbolic distance" in page.read_text() and "| MiniLM: phenotypes |" in page.read_text()
+    assert (
+        "depth 5, hyperbolic distance" in page.read_text()
+        and "| MiniLM: phenotypes |" in page.read_text()
+    )
     names = store.load("hyperbolicity", tmp_path)["runs"]["SmolLM2, ICD-10"]
-    assert names["count"] == 30 and {"points", "norm and depth"} <= names["last hidden states, ICD-10"].keys()
+    assert (
+        names["count"] == 30
+        and {"points", "norm and depth"} <= names["last hidden states, ICD-10"].keys()
+    )
     assert (tmp_path / "hyperbolicity.svg").read_bytes().startswith(b"<?xml")
 
 
@@ -76,7 +112,9 @@ def test_orders_read_the_keys_of_nodes_at_one_place(task):
         x = model.blocks[0][0](model.tokens(ids) + model.places.weight)
         for head, key in enumerate(attention.qkv(x).unflatten(-1, (3, 2, -1))[0, 1, 1]):
             expected[head].append(key.norm().item())
-        rows.append(next(i + 1 for path in made.paths for i, other in enumerate(path) if other == node))
+        rows.append(
+            next(i + 1 for path in made.paths for i, other in enumerate(path) if other == node)
+        )
     found = hyperbolicity.orders({}, model, made)["keys"]
     for head, values in enumerate(expected):
         other = hyperbolicity.correlated(torch.tensor(values), torch.tensor(rows).double())
@@ -88,16 +126,30 @@ def test_the_level_of_a_noun_counts_what_is_above_it():
 
 
 def test_two_steps_of_every_start(task, tmp_path, monkeypatch):
-    made = depth.SETTINGS | TASK | {"seeds": [0, 1, 2], "depths": [4], "kinds": starts.SETTINGS["kinds"]}
+    made = (
+        depth.SETTINGS
+        | TASK
+        | {"seeds": [0, 1, 2], "depths": [4], "kinds": starts.SETTINGS["kinds"]}
+    )
     kinds, rates = made["kinds"], made["search"]["learning_rates"]
-    runs = {depth.key_of_search(kind, 4, "full", rate): {"accuracy": rate} for kind in kinds for rate in rates}
-    runs |= {depth.key_of(kind, 4, "full", seed): {"accuracy": 0.5 + seed / 9} for kind in kinds for seed in range(3)}
+    runs = {
+        depth.key_of_search(kind, 4, "full", rate): {"accuracy": rate}
+        for kind in kinds
+        for rate in rates
+    }
+    runs |= {
+        depth.key_of(kind, 4, "full", seed): {"accuracy": 0.5 + seed / 9}
+        for kind in kinds
+        for seed in range(3)
+    }
     (tmp_path / "depth.json").write_text(json.dumps({"settings": made, "runs": runs}))
     monkeypatch.setattr(starts, "load", lambda name: store.load(name, tmp_path))
     experiment = store.Experiment("starts", starts.SETTINGS | {"depth": 4}, starts.runs)
     assert store.perform(experiment, tmp_path)
     run = store.load("starts", tmp_path)["runs"]["umbral cone, psi, gamma 0.1, seed 0"]
-    assert run["learning_rate"] == max(rates) and run["learned"]["gamma"][0][0] == pytest.approx(0.1, rel=0.2)
+    assert run["learning_rate"] == max(rates) and run["learned"]["gamma"][0][0] == pytest.approx(
+        0.1, rel=0.2
+    )
     page = tmp_path / "page.md"
     page.write_text(starts_tables.PAGE.read_text())
     starts_tables.draw(tmp_path, page)
@@ -115,7 +167,9 @@ def test_a_start_changes_what_it_says(task):
 
 
 def test_two_steps_in_the_ball(tmp_path, monkeypatch):
-    parents = {"top.0": None, "m.1": "top.0"} | {f"w{i}.2": "m.1" if i < 3 else f"w{i - 3}.2" for i in range(9)}
+    parents = {"top.0": None, "m.1": "top.0"} | {
+        f"w{i}.2": "m.1" if i < 3 else f"w{i - 3}.2" for i in range(9)
+    }
     monkeypatch.setattr(ball, "read_parents", lambda path: parents)
     monkeypatch.setattr(ball, "wordnet_nouns", lambda: None)
     ball.closure.cache_clear()
@@ -139,7 +193,10 @@ def test_precision_and_rank_of_a_line():
     # word 1: 0 first; word 2: 1, then 3, then 0; word 3: all in order
     assert found["precision"] == pytest.approx((1 + (1 + 2 / 3) / 2 + 1) / 3, abs=1e-4)
     between = [1.0, (1 + 2) / 2, 1.0]
-    distances = [sorted(range(4), key=lambda j: abs(model.rows[i] - model.rows[j]).item())[1:] for i in range(4)]
+    distances = [
+        sorted(range(4), key=lambda j: abs(model.rows[i] - model.rows[j]).item())[1:]
+        for i in range(4)
+    ]
     assert distances[2] == [1, 3, 0] and found["rank"] == pytest.approx(sum(between) / 3, abs=1e-3)
     assert found["norm and level"] == 1
 
@@ -157,7 +214,11 @@ def test_every_operation_is_timed(tmp_path):
 
 @pytest.mark.parametrize(
     "name, tables",
-    [("hyperbolicity", hyperbolicity_tables), ("starts", starts_tables), ("operations", operations_tables)],
+    [
+        ("hyperbolicity", hyperbolicity_tables),
+        ("starts", starts_tables),
+        ("operations", operations_tables),
+    ],
 )
 def test_committed_results_are_of_these_settings_and_on_the_page(name, tables):
     page, module = (

@@ -18,10 +18,22 @@ LIST = (
     )
     + "\n\nPackage: c\nSection: c\nDescription: alone\n"
 )
-SMALL = graphs.SETTINGS | {"packages": [5, 20], "words": 8, "labelled": 2, "read": {"search": 4, "test": 6}}
+SMALL = graphs.SETTINGS | {
+    "packages": [5, 20],
+    "words": 8,
+    "labelled": 2,
+    "read": {"search": 4, "test": 6},
+}
 SMALL |= {"width": 8, "steps": 2, "seeds": [0, 1], "search": {"seed": 9, "rates": [0.1, 0.2]}}
-SMALL_TREES = graph_trees.SETTINGS | {key: SMALL[key] for key in SMALL if key in graph_trees.SETTINGS}
-SMALL_TREES |= {"kinds": graph_trees.SETTINGS["kinds"], "neighbours": [2, 3], "drawings": 2, "heads": 2}
+SMALL_TREES = graph_trees.SETTINGS | {
+    key: SMALL[key] for key in SMALL if key in graph_trees.SETTINGS
+}
+SMALL_TREES |= {
+    "kinds": graph_trees.SETTINGS["kinds"],
+    "neighbours": [2, 3],
+    "drawings": 2,
+    "heads": 2,
+}
 EXPERIMENTS = {"graphs": (graphs, graphs_tables), "graph_trees": (graph_trees, graph_trees_tables)}
 
 
@@ -47,7 +59,9 @@ def test_what_is_read_is_not_known_and_the_search_is_kept_apart():
     graph, read = graphs.graph_of(SMALL), set()
     for seed in range(3):
         known, others = graphs.split(graph, SMALL, seed, "test")
-        assert graph.labels[known].bincount().tolist() == [2, 2] and not set(known.tolist()) & set(others.tolist())
+        assert graph.labels[known].bincount().tolist() == [2, 2] and not set(known.tolist()) & set(
+            others.tolist()
+        )
         read |= set(others.tolist()) | set(known.tolist())
     known, others = graphs.split(graph, SMALL, 9, "search")
     assert not set(others.tolist()) & (read | set(known.tolist()))
@@ -81,9 +95,15 @@ def test_a_neighbourhood_is_a_tree_and_shuffled_holds_the_same_with_their_roles(
         )
         families = found[:, 1:].unflatten(1, (2, 4))  # a neighbour, and three of its own
         for node, ones in zip(nodes.tolist(), families.tolist()):
-            assert all((node, one) in edges and all((one, other) in edges for other in rest) for one, *rest in ones)
+            assert all(
+                (node, one) in edges and all((one, other) in edges for other in rest)
+                for one, *rest in ones
+            )
         assert torch.equal(shuffled[:, 0], nodes) and not torch.equal(shuffled, found)
-        pairs = [(3 * tokens + role).sort().values for tokens, role in ((found, roles), (shuffled, others))]
+        pairs = [
+            (3 * tokens + role).sort().values
+            for tokens, role in ((found, roles), (shuffled, others))
+        ]
         assert torch.equal(*pairs) and (roles[0].bincount() == torch.tensor([1, 2, 6])).all()
     (tree,) = graph_trees.hierarchy(2, 3).trees
     assert tree.parents.tolist() == [11, *[9] * 4, *[10] * 4, 11, 11, -1]
@@ -96,7 +116,11 @@ def test_two_steps_of_every_kind(name, small, row, tmp_path):
     experiment, drawn = EXPERIMENTS[name]
     assert store.perform(store.Experiment(name, small, experiment.runs), tmp_path)
     runs = store.load(name, tmp_path)["runs"]
-    assert all(0 <= run["accuracy"] <= 1 for key, run in runs.items() if key not in ("graph", "neighbourhoods"))
+    assert all(
+        0 <= run["accuracy"] <= 1
+        for key, run in runs.items()
+        if key not in ("graph", "neighbourhoods")
+    )
     assert runs["graph"]["nodes"] == 18
     page = tmp_path / "page.md"
     page.write_text(drawn.PAGE.read_text())

@@ -37,8 +37,12 @@ def test_reviews_of_a_seed_are_balanced_and_its_own(rows):
 
 def test_batches_hold_each_review_once_and_are_of_about_one_length(rows):
     found = hat_imdb.batches(rows, 8)
-    assert sorted(ids[1] for batch in found for ids, _ in batch) == sorted(ids[1] for ids, _ in rows)
-    assert all(max(len(i) for i, _ in batch) - min(len(i) for i, _ in batch) <= 1 for batch in found)
+    assert sorted(ids[1] for batch in found for ids, _ in batch) == sorted(
+        ids[1] for ids, _ in rows
+    )
+    assert all(
+        max(len(i) for i, _ in batch) - min(len(i) for i, _ in batch) <= 1 for batch in found
+    )
 
 
 def test_what_is_cut_off_keeps_its_end():
@@ -73,9 +77,13 @@ def test_runs(name, monkeypatch):
     monkeypatch.setattr(hat_imdb, "long_reviews", lambda *_: (made[:8], made[8:]))
     monkeypatch.setattr(hat_imdb, "short_classifier", lambda *_: classifier())
     found = hat_imdb.train(SETTINGS, name, 0)
-    assert len(found["right"]) == 16 and found["accuracy"] == round(found["right"].count("1") / 16, 4)
+    assert len(found["right"]) == 16 and found["accuracy"] == round(
+        found["right"].count("1") / 16, 4
+    )
     again = hat_imdb.train(SETTINGS, name, 0)
-    assert {k: again[k] for k in ("accuracy", "loss", "right")} == {k: found[k] for k in ("accuracy", "loss", "right")}
+    assert {k: again[k] for k in ("accuracy", "loss", "right")} == {
+        k: found[k] for k in ("accuracy", "loss", "right")
+    }
     kind = type(hat_imdb.made_long(SETTINGS, name, classifier())).__name__
     assert kind.startswith("Hat" if "hat" in SETTINGS["models"][name] else "Bert")
 
@@ -92,4 +100,7 @@ def test_the_page_says_what_the_results_say():
     for name, (results, make) in hat_tables.TABLES.items():
         assert put(text, name, make(store.load(results))) == text, name
     if hat_tables.SPEED.exists():
-        assert put(text, "hat-speed", hat_tables.speed(json.loads(hat_tables.SPEED.read_text()))) == text
+        assert (
+            put(text, "hat-speed", hat_tables.speed(json.loads(hat_tables.SPEED.read_text())))
+            == text
+        )

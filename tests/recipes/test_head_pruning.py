@@ -68,7 +68,9 @@ def test_measures_by_layer_have_a_mean_of_one_in_each(heads):
         for layer in heads.hosts():
             values = [by_layer[layer, head] for head in range(4)]
             assert sum(values) == pytest.approx(4)
-            assert sorted(range(4), key=values.__getitem__) == sorted(range(4), key=lambda head: plain[layer, head])
+            assert sorted(range(4), key=values.__getitem__) == sorted(
+                range(4), key=lambda head: plain[layer, head]
+            )
 
 
 def test_every_head_has_a_rank(heads):
@@ -97,7 +99,13 @@ def test_two_steps_of_every_way(tmp_path, monkeypatch):
 
     monkeypatch.setattr(head_pruning, "tokens", tokens)
     monkeypatch.setattr(head_pruning, "tokenizer", Tokenizer)
-    small = {"steps": 2, "window": 16, "held_out_window": 32, "calibration_tokens": 32, "shares": [0.5]}
+    small = {
+        "steps": 2,
+        "window": 16,
+        "held_out_window": 32,
+        "calibration_tokens": 32,
+        "shares": [0.5],
+    }
     small |= {"seeds": [0, 1], "search": {"seed": 100, "steps": 1, "rates": [0.1, 0.2]}}
     experiment = store.Experiment("head_pruning", head_pruning.SETTINGS | small, head_pruning.runs)
     assert store.perform(experiment, tmp_path)
@@ -105,9 +113,15 @@ def test_two_steps_of_every_way(tmp_path, monkeypatch):
     for make in head_tables.TABLES.values():
         assert make(results)
     runs = results["runs"]
-    trained = {way: runs[f"{way}, seed 0; trained"] for way in ("input-dependent", "static", "untrained")}
+    trained = {
+        way: runs[f"{way}, seed 0; trained"] for way in ("input-dependent", "static", "untrained")
+    }
     assert trained["static"]["parameters"] == 16 < trained["input-dependent"]["parameters"]
-    assert trained["untrained"]["perplexity"] == runs["stock"]["perplexity"] != trained["static"]["perplexity"]
+    assert (
+        trained["untrained"]["perplexity"]
+        == runs["stock"]["perplexity"]
+        != trained["static"]["perplexity"]
+    )
     assert set(trained["static"]["entropy"].values()) != {1.0}
 
 
@@ -126,4 +140,6 @@ def test_the_plot_is_drawn_from_the_results(tmp_path):
     head_tables.draw(page=page, plots=tmp_path)
     assert (tmp_path / "head_pruning.svg").read_bytes().startswith(b"<?xml")
     assert page.read_text() == head_tables.PAGE.read_text()
-    assert "plots/head_pruning.svg" in page.read_text() and (draw.PLOTS / "head_pruning.svg").exists()
+    assert (
+        "plots/head_pruning.svg" in page.read_text() and (draw.PLOTS / "head_pruning.svg").exists()
+    )

@@ -45,7 +45,9 @@ def forget():
 
 
 def test_reviews_and_their_labels(monkeypatch, tmp_path):
-    write_reviews(monkeypatch, tmp_path, [("a<br />b", 1, "imdb"), ("c, d", 0, "imdb"), ("e", 1, "rotten")])
+    write_reviews(
+        monkeypatch, tmp_path, [("a<br />b", 1, "imdb"), ("c, d", 0, "imdb"), ("e", 1, "rotten")]
+    )
     assert hsa_texts.reviews() == [("a\nb", 1), ("c, d", 0)]
 
 
@@ -59,7 +61,9 @@ def test_labelled_reviews_are_disjoint_and_balanced(monkeypatch, tmp_path):
 
 
 def test_a_package_that_is_missing_is_named():
-    with pytest.raises(ValueError, match="the package no-such is not installed; run: pip install --no-deps no-such"):
+    with pytest.raises(
+        ValueError, match="the package no-such is not installed; run: pip install --no-deps no-such"
+    ):
         hsa_texts.package_folder("no_such_package", "no-such")
 
 
@@ -67,7 +71,10 @@ def test_images_are_read(monkeypatch, tmp_path):
     images = np.arange(2 * 784, dtype=np.uint32).astype(np.uint8).reshape(2, 28, 28)
     folder = tmp_path / "usr/share/datasets/fashion-mnist"
     folder.mkdir(parents=True)
-    for kind, header, body in (("images-idx3", 16, images), ("labels-idx1", 8, np.array([7, 3], np.uint8))):
+    for kind, header, body in (
+        ("images-idx3", 16, images),
+        ("labels-idx1", 8, np.array([7, 3], np.uint8)),
+    ):
         with gzip.open(folder / f"t10k-{kind}-ubyte.gz", "wb") as file:
             file.write(bytes(header) + body.tobytes())
     monkeypatch.setattr(hsa_fashion, "unpacked", lambda packages: tmp_path)
@@ -98,7 +105,8 @@ def test_descriptions_tell_the_facts_unless_they_are_wrong():
 def test_the_tree_of_a_description():
     tree = hsa_fashion.hierarchy().tree()
     groups = sorted(
-        [i for i in range(tree.leaves) if node in ancestors(tree, i)] for node in range(tree.leaves, tree.nodes - 1)
+        [i for i in range(tree.leaves) if node in ancestors(tree, i)]
+        for node in range(tree.leaves, tree.nodes - 1)
     )
     spans = [range(0, 5), range(0, 10), range(5, 10), range(10, 15), range(10, 20), range(15, 20)]
     assert groups == sorted(map(list, spans))
@@ -223,7 +231,10 @@ def test_a_classifier_is_patched_and_left_as_it_was(classifier, monkeypatch):
     # windows of two change every text, near 32 none that is shorter
     assert (parts["both, 2-8-64-1024"] - stock).abs().max() > 1e-3
     assert (parts["key, 16-64, near 32, top 4"] - stock).abs().max() < 1e-4
-    assert "HsaConfig" not in str(model.config) and len(list(experiment.runs(experiment.settings, found))) == 4
+    assert (
+        "HsaConfig" not in str(model.config)
+        and len(list(experiment.runs(experiment.settings, found))) == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +259,9 @@ def test_models_train_on_what_their_name_says(name, monkeypatch):
     small = hsa_joined.SETTINGS | {"steps": 2, "batch": 4, "width": 16, "test": 40}
     found = hsa_joined.train(small, name, 0)
     assert 0 <= found["accuracy"] <= 1 and found == hsa_joined.train(small, name, 0)
-    inputs = hsa_joined.inputs_of(small, name, images[:3], labels[:3], torch.Generator().manual_seed(1))
+    inputs = hsa_joined.inputs_of(
+        small, name, images[:3], labels[:3], torch.Generator().manual_seed(1)
+    )
     assert ("input_ids" in inputs, "pixel_values" in inputs) == (
         "image alone" not in name,
         "text alone" not in name,
@@ -282,7 +295,8 @@ def test_reviews_have_paragraphs_and_sentences():
     text = "A bb. B aa.\n\nA a aa. B bb."
     tree = hsa_imdb.inputs_of(hsa_imdb.SETTINGS, "tree", [text, "a"], ENTRY)["hierarchy"].tree(0)
     groups = sorted(
-        [i for i in range(tree.leaves) if node in ancestors(tree, i)] for node in range(tree.leaves, tree.nodes - 1)
+        [i for i in range(tree.leaves) if node in ancestors(tree, i)]
+        for node in range(tree.leaves, tree.nodes - 1)
     )
     spans = [range(0, 3), range(0, 6), range(3, 6), range(6, 10), range(6, 13), range(10, 13)]
     assert tree.leaves == 13 and groups == sorted(map(list, spans))
@@ -310,14 +324,18 @@ def test_the_committed_results_are_of_these_settings(name):
     if not (store.FOLDER / f"{name}.json").is_file():
         pytest.skip(f"{name} was not run yet")
     results = store.load(name)
-    assert experiment.name == name and results["settings"] == json.loads(json.dumps(experiment.settings))
+    assert experiment.name == name and results["settings"] == json.loads(
+        json.dumps(experiment.settings)
+    )
     done = results["runs"]
     wanted = []
     for key, _ in experiment.runs(experiment.settings, done):
         if key not in done:
             break
         wanted.append(key)
-    assert wanted and set(done) == set(wanted)  # in order, without gaps; the page says where runs are missing
+    assert wanted and set(done) == set(
+        wanted
+    )  # in order, without gaps; the page says where runs are missing
 
 
 def test_chosen_layers_follow_from_the_committed_runs():

@@ -24,7 +24,11 @@ def images(monkeypatch):
     return known[0], read
 
 
-SMALL = {"seeds": [0, 1], "layers": [1, 2], "search": {"seed": 9, "first": 40, "rates": [0.01, 0.02]}}
+SMALL = {
+    "seeds": [0, 1],
+    "layers": [1, 2],
+    "search": {"seed": 9, "first": 40, "rates": [0.01, 0.02]},
+}
 TASK = hsa_joined_deep.SETTINGS["task"] | {"steps": 2, "batch": 4, "width": 16, "test": 40}
 SMALL = hsa_joined_deep.SETTINGS | SMALL | {"task": TASK}
 

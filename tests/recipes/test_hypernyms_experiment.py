@@ -28,7 +28,9 @@ def test_one_word_of_those_in_the_race_is_above():
     tree, levels = some_tree(), set()
     for seed in range(20):
         leaves = torch.randperm(16, generator=torch.Generator().manual_seed(seed))[:8]
-        nouns, offered, race = hypernyms.questions(tree, leaves, torch.Generator().manual_seed(seed))
+        nouns, offered, race = hypernyms.questions(
+            tree, leaves, torch.Generator().manual_seed(seed)
+        )
         for i, leaf in enumerate(leaves.tolist()):
             path = tree.paths[leaf].tolist()
             assert nouns[i] == path[-1] and offered[i] in path[:-1]
@@ -57,7 +59,9 @@ def test_scores_by_loops(kind):
     expected = {
         "no adapter": cosine,
         "dot product": lambda a, b: (a @ b).item() / 6**0.5,
-        "normalised dot product": lambda a, b: torch.tensor(5.0 * 5 - 5).log2().item() * cosine(a, b),
+        "normalised dot product": lambda a, b: (
+            torch.tensor(5.0 * 5 - 5).log2().item() * cosine(a, b)
+        ),
         "Euclidean distance": lambda a, b: -(a - b).norm().item(),
     }
     assert found.shape == (3, 5)
@@ -68,7 +72,14 @@ def test_scores_by_loops(kind):
 
 def test_two_steps_of_every_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(hypernyms, "tree_of", some_tree)
-    small = {"nouns": 16, "read": {"search": 5, "test": 5}, "questions": 10, "width": 6, "batch": 4, "steps": 2}
+    small = {
+        "nouns": 16,
+        "read": {"search": 5, "test": 5},
+        "questions": 10,
+        "width": 6,
+        "batch": 4,
+        "steps": 2,
+    }
     small |= {"seeds": [0, 1], "search": {"seed": 9, "rates": [0.1, 0.2]}}
     experiment = store.Experiment("hypernyms", hypernyms.SETTINGS | small, hypernyms.runs)
     assert store.perform(experiment, tmp_path)
@@ -77,7 +88,9 @@ def test_two_steps_of_every_kind(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(hypernyms_tables.PAGE.read_text())
     hypernyms_tables.draw(tmp_path, page)
-    assert page.read_text().count("| penumbral cone, psi |") == 6  # two tables for each of three sources
+    assert (
+        page.read_text().count("| penumbral cone, psi |") == 6
+    )  # two tables for each of three sources
 
 
 def test_committed_results_are_of_these_settings_and_on_the_page():

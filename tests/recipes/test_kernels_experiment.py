@@ -6,9 +6,20 @@ import json
 
 import pytest
 import torch
-from experiments import draw, kernels, kernels_tables, length, store, token_weights, token_weights_tables
+from experiments import (
+    draw,
+    kernels,
+    kernels_tables,
+    length,
+    store,
+    token_weights,
+    token_weights_tables,
+)
 
-PAGES = {"kernels": (kernels, kernels_tables), "token_weights": (token_weights, token_weights_tables)}
+PAGES = {
+    "kernels": (kernels, kernels_tables),
+    "token_weights": (token_weights, token_weights_tables),
+}
 
 
 def some_nouns(*_) -> kernels.Nouns:
@@ -31,7 +42,10 @@ def test_alignment_by_loops():
     centre = torch.eye(5, dtype=torch.float64) - 1 / 5
     one, other = (centre @ k @ centre for k in (first, second))
     pairs = [(one[i, j].item(), other[i, j].item()) for i in range(5) for j in range(5)]
-    expected = sum(a * b for a, b in pairs) / (sum(a * a for a, _ in pairs) * sum(b * b for _, b in pairs)) ** 0.5
+    expected = (
+        sum(a * b for a, b in pairs)
+        / (sum(a * a for a, _ in pairs) * sum(b * b for _, b in pairs)) ** 0.5
+    )
     assert kernels.alignment(first, second) == pytest.approx(expected)
     assert kernels.alignment(first, 3 * first + 7) == pytest.approx(1)
 
@@ -56,7 +70,9 @@ def test_what_aligns_is_what_attends(kind):
         asked, known = nouns.features[:, :5], nouns.features[:, 5:12]
         logits = model.log_scale.exp() * model.kernel(nouns.features[:, :12])[:5, 5:]
         values = torch.eye(7)
-        torch.testing.assert_close(model(asked, known, values).double(), logits.softmax(-1), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            model(asked, known, values).double(), logits.softmax(-1), atol=2e-5, rtol=1e-4
+        )
 
 
 def test_only_learned_weights_are_trained_and_random_ones_are_drawn():
@@ -65,7 +81,10 @@ def test_only_learned_weights_are_trained_and_random_ones_are_drawn():
         for kind in kernels.SETTINGS["kinds"]
     }
     assert names["even mixture"] == names["random mixture"] == {"log_scale"}
-    assert names["learned mixture"] == {"log_scale", "beta"} and names["mixture by token"] == {"log_scale", "by_token"}
+    assert names["learned mixture"] == {"log_scale", "beta"} and names["mixture by token"] == {
+        "log_scale",
+        "by_token",
+    }
     assert names["projected: even mixture"] == {"log_scale", "maps"}
     assert model_of("random mixture").beta.std() > 0 == model_of("even mixture").beta.std()
 
@@ -94,9 +113,19 @@ def test_two_steps_of_every_mixture(tmp_path, monkeypatch):
 def test_two_steps_of_every_model(tmp_path, monkeypatch):
     text = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(token_weights, "bytes_of_the_bible", lambda: text)
-    small = {"length": 16, "steps": 2, "batch": 2, "width": 16, "layers": 1, "heads": 2, "held_out_bytes": 64}
+    small = {
+        "length": 16,
+        "steps": 2,
+        "batch": 2,
+        "width": 16,
+        "layers": 1,
+        "heads": 2,
+        "held_out_bytes": 64,
+    }
     small |= {"seeds": [0, 1], "search": {"seed": 9, "rates": [0.1, 0.2]}}
-    experiment = store.Experiment("token_weights", token_weights.SETTINGS | small, token_weights.runs)
+    experiment = store.Experiment(
+        "token_weights", token_weights.SETTINGS | small, token_weights.runs
+    )
     assert store.perform(experiment, tmp_path)
     runs = store.load("token_weights", tmp_path)["runs"]
     gates = [runs[f"{kind}, seed 0"]["gates"] for kind in token_weights.GATES]
@@ -111,9 +140,18 @@ def test_the_search_reads_other_bytes_than_the_end(monkeypatch):
     seen = []
     monkeypatch.setattr(token_weights, "bytes_of_the_bible", lambda: torch.arange(4000) % 251)
     monkeypatch.setattr(
-        token_weights, "perplexity", lambda model, kept, n: seen.append(kept) or length.perplexity(model, kept, n)
+        token_weights,
+        "perplexity",
+        lambda model, kept, n: seen.append(kept) or length.perplexity(model, kept, n),
     )
-    small = token_weights.SETTINGS | {"length": 16, "steps": 1, "batch": 2, "width": 16, "layers": 1, "heads": 2}
+    small = token_weights.SETTINGS | {
+        "length": 16,
+        "steps": 1,
+        "batch": 2,
+        "width": 16,
+        "layers": 1,
+        "heads": 2,
+    }
     for search in (True, False):
         token_weights.train(small | {"held_out_bytes": 64}, "no weights", 0, 0.01, search)
     assert torch.equal(seen[0], torch.arange(3736, 3800) % 251) and torch.equal(

@@ -7,7 +7,15 @@ import math
 
 import pytest
 import torch
-from experiments import adaptation, draw, injected_lora, injected_lora_tables, recovered, recovered_tables, store
+from experiments import (
+    adaptation,
+    draw,
+    injected_lora,
+    injected_lora_tables,
+    recovered,
+    recovered_tables,
+    store,
+)
 from experiments.tables import NOT_DONE
 
 from hf_hyperattn.inject.retrieval import Example
@@ -36,7 +44,9 @@ def small(monkeypatch):
     monkeypatch.setattr(recovered, "pretrained", sharp)
     monkeypatch.setattr(recovered, "tokens", text)
     monkeypatch.setattr(recovered, "tokenizer", lambda: None)
-    monkeypatch.setattr(recovered, "mixture", lambda _, ids, length: Example("mixture", ids[:length], ((4, 7),)))
+    monkeypatch.setattr(
+        recovered, "mixture", lambda _, ids, length: Example("mixture", ids[:length], ((4, 7),))
+    )
     recovered.teacher.cache_clear()
     recovered.own_scores.cache_clear()
     with restored():
@@ -94,7 +104,10 @@ def test_two_steps_of_every_row_that_is_replaced(small, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     recovered_tables.draw(tmp_path, page)
-    assert page.read_text().count("| no score |") == 5 and "| umbral cone, xi, k = 2 |" in page.read_text()
+    assert (
+        page.read_text().count("| no score |") == 5
+        and "| umbral cone, xi, k = 2 |" in page.read_text()
+    )
 
 
 def test_a_layer_that_is_trained_is_nearer_to_the_untouched_one(small):
@@ -136,7 +149,9 @@ def test_two_steps_before_and_after_an_injection(short, tmp_path):
     assert store.perform(experiment, tmp_path)
     runs = store.load("injected_lora", tmp_path)["runs"]
     first, after = (runs[f"{row}, seed 1"] for row in short["rows"])
-    assert first["own_attention"] is None and after["own_attention"]["held_out"] != after["held_out"]
+    assert (
+        first["own_attention"] is None and after["own_attention"]["held_out"] != after["held_out"]
+    )
     assert len({run["held_out"] for run in (first, after, runs["stock"], runs["injected"])}) == 4
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
@@ -151,12 +166,17 @@ def test_untrained_injection_is_the_same_in_both_orders(short):
     first = injected_lora.train(short, injected_lora.FIRST, 0, 0.0, 1)
     after = injected_lora.train(short, injected_lora.AFTER, 0, 0.0, 1).merge_and_unload()
     for model in (first, injected_lora.injected(short, after)):
-        assert injected_lora.read(short, model)["held_out"] == pytest.approx(wanted["held_out"], abs=1e-5)
-    assert wanted["held_out"] != pytest.approx(injected_lora.read(short, injected_lora.pretrained())["held_out"])
+        assert injected_lora.read(short, model)["held_out"] == pytest.approx(
+            wanted["held_out"], abs=1e-5
+        )
+    assert wanted["held_out"] != pytest.approx(
+        injected_lora.read(short, injected_lora.pretrained())["held_out"]
+    )
 
 
 @pytest.mark.parametrize(
-    "experiment, tables", [(recovered, recovered_tables.TABLES), (injected_lora, injected_lora_tables.TABLES)]
+    "experiment, tables",
+    [(recovered, recovered_tables.TABLES), (injected_lora, injected_lora_tables.TABLES)],
 )
 def test_committed_results_are_of_these_settings_and_on_the_page(experiment, tables):
     page, name = PAGE.read_text(), experiment.EXPERIMENT.name

@@ -16,7 +16,9 @@ from tests.integration.models import llama
 from .tiny import ROOT, recipe, write
 
 RECIPES = sorted(
-    p for p in (ROOT / "recipes").glob("*/*.yaml") if p.with_name("base.yaml").exists() and p.stem != "base"
+    p
+    for p in (ROOT / "recipes").glob("*/*.yaml")
+    if p.with_name("base.yaml").exists() and p.stem != "base"
 )
 
 
@@ -35,7 +37,12 @@ def test_published_recipes_are_valid_and_come_back_from_their_own_json(published
 def test_a_run_that_was_begun_with_fewer_settings_goes_on(tmp_path):
     now = read_settings(ROOT / "recipes/smollm2/cone.yaml").to_dict()
     begun = json.loads(json.dumps(now))
-    for group, name in (("model", "task"), ("model", "config"), ("data", "label"), ("data", "train_rows")):
+    for group, name in (
+        ("model", "task"),
+        ("model", "config"),
+        ("data", "label"),
+        ("data", "train_rows"),
+    ):
         del begun[group][name]
     (tmp_path / RECIPE).write_text(json.dumps(begun))
     check_same_recipe(tmp_path, now | {"launch": {}})
@@ -44,12 +51,16 @@ def test_a_run_that_was_begun_with_fewer_settings_goes_on(tmp_path):
         check_same_recipe(tmp_path, now)
 
 
-@pytest.mark.parametrize("published", [p for p in RECIPES if p.parent.name == "smollm2"], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "published", [p for p in RECIPES if p.parent.name == "smollm2"], ids=lambda p: p.stem
+)
 def test_published_recipes_train_the_mechanism(published):
     settings = read_settings(published)
     model, ids = ha.patch_model(llama(), settings.mechanisms.config), torch.arange(5, 25)[None]
     model(input_ids=ids, labels=ids).loss.backward()
-    assert any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if ".hyper." in n)
+    assert any(
+        p.grad is not None and p.grad.any() for n, p in model.named_parameters() if ".hyper." in n
+    )
 
 
 def test_a_recipe_wins_over_its_base_key_by_key(tmp_path):
@@ -58,13 +69,25 @@ def test_a_recipe_wins_over_its_base_key_by_key(tmp_path):
     write(tmp_path / "base.yaml", {"base": "most.yaml", "trainer": {"steps": 7, "seed": 3}})
     path = write(
         tmp_path / "mine" / "one.yaml",
-        {"base": "../base.yaml", "mechanisms": {"use": [{"mechanism": "cone"}]}, "trainer": {"seed": 4}},
+        {
+            "base": "../base.yaml",
+            "mechanisms": {"use": [{"mechanism": "cone"}]},
+            "trainer": {"seed": 4},
+        },
     )
     settings = read_settings(path, ["peft.alpha=3"])
     trainer, peft = settings.trainer, settings.peft
-    assert (trainer.steps, trainer.seed, peft.r, peft.alpha, trainer.output) == (7, 4, 2, 3, "outputs/mine/one")
+    assert (trainer.steps, trainer.seed, peft.r, peft.alpha, trainer.output) == (
+        7,
+        4,
+        2,
+        3,
+        "outputs/mine/one",
+    )
     write(path, {"base": 3})
-    with pytest.raises(ValueError, match=r"^base is 3; allowed: the path of a YAML file, from the folder of "):
+    with pytest.raises(
+        ValueError, match=r"^base is 3; allowed: the path of a YAML file, from the folder of "
+    ):
         read_settings(path)
     write(path, {"base": "none.yaml"})
     with pytest.raises(ValueError, match=r"none.yaml: No such file"):
@@ -85,9 +108,18 @@ def test_values_arrive_typed(path):
 
 def test_changes_win_over_the_file(path):
     write(path, recipe("m", "o"))
-    changes = ["trainer.steps=3", "data.name=other.txt", "hub.license=mit", "mechanisms.layers=[0, 1]"]
+    changes = [
+        "trainer.steps=3",
+        "data.name=other.txt",
+        "hub.license=mit",
+        "mechanisms.layers=[0, 1]",
+    ]
     settings = read_settings(path, changes)
-    assert (settings.trainer.steps, settings.data.name, settings.hub.license) == (3, "other.txt", "mit")
+    assert (settings.trainer.steps, settings.data.name, settings.hub.license) == (
+        3,
+        "other.txt",
+        "mit",
+    )
     assert settings.mechanisms.config.layers == (0, 1)
 
 
@@ -100,17 +132,26 @@ WRONG = {
         {"trainer": {"step": 1}},
         r"^trainer has no key 'step' \(its value: 1\); allowed: .*steps",
     ),
-    "wrong type": ({"trainer": {"steps": "many"}}, r"^trainer.steps='many' is not allowed; allowed: int$"),
+    "wrong type": (
+        {"trainer": {"steps": "many"}},
+        r"^trainer.steps='many' is not allowed; allowed: int$",
+    ),
     "a bool for a number": (
         {"trainer": {"steps": True}},
         r"^trainer.steps=True is not allowed; allowed: int$",
     ),
-    "out of range": ({"data": {"length": 2}}, r"^data.length=2 is not allowed; allowed: numbers from 8$"),
+    "out of range": (
+        {"data": {"length": 2}},
+        r"^data.length=2 is not allowed; allowed: numbers from 8$",
+    ),
     "not finite": (
         {"trainer": {"learning_rate": float("nan")}},
         r"^trainer.learning_rate=nan is not allowed",
     ),
-    "unknown choice": ({"peft": {"method": "qlora"}}, r"^peft.method='qlora' .*'lora', 'added', 'full'$"),
+    "unknown choice": (
+        {"peft": {"method": "qlora"}},
+        r"^peft.method='qlora' .*'lora', 'added', 'full'$",
+    ),
     "none": ({"model": {"name": None}}, r"^model.name=None is not allowed; allowed: a value"),
     "bad mechanism": (
         {"mechanisms": {"use": [{"mechanism": "cone", "gamma": -1}]}},
@@ -135,7 +176,10 @@ WRONG = {
         {"model": {"task": "translation"}},
         r"^data.source='file' with model.task='translation'; allowed: libreoffice-help, hub$",
     ),
-    "unknown task": ({"model": {"task": "translate"}}, r"^model.task='translate' is not allowed; allowed: "),
+    "unknown task": (
+        {"model": {"task": "translate"}},
+        r"^model.task='translate' is not allowed; allowed: ",
+    ),
     "adapters of random weights": (
         {"model": {"config": {"model_type": "bart"}}},
         r"^model.config with peft.method='lora'",
@@ -191,7 +235,10 @@ def test_what_is_wrong_is_said_in_one_line(case, path):
         ("trainer: [", r"^--config .*: not YAML: "),
         ("- 1", r"^--config .*: holds list; allowed: keys and values$"),
         ("trainer: 3", r"^trainer is 3; allowed: keys and values$"),
-        ("a: !!python/object/apply:os.system ['true']", r"^--config .*: not YAML: could not determine"),
+        (
+            "a: !!python/object/apply:os.system ['true']",
+            r"^--config .*: not YAML: could not determine",
+        ),
     ],
 )
 def test_files_that_are_no_recipe(text, message, path):
@@ -204,7 +251,9 @@ def test_files_that_are_no_recipe(text, message, path):
 def test_changes_and_files_that_cannot_be_read(path):
     write(path, recipe("m", "o"))
     for change in ("steps=3", "trainer.steps", "train.steps=3"):
-        with pytest.raises(ValueError, match=r"^--set .* allowed: GROUP.KEY=VALUE with the groups model, "):
+        with pytest.raises(
+            ValueError, match=r"^--set .* allowed: GROUP.KEY=VALUE with the groups model, "
+        ):
             read_settings(path, [change])
     with pytest.raises(ValueError, match=r"^--config .*: No such file or directory; allowed: "):
         read_settings(path.with_name("none.yaml"))

@@ -53,7 +53,9 @@ def test_a_data_set_in_a_folder_is_read_like_one_on_the_hub(tokenizer, tmp_path,
     data = Data(source="hub", name=str(tmp_path), column="words", held_out_split=split, length=16)
     train, held_out = documents(data, 10**6)
     if split:
-        assert (len(train), len(held_out)) == (40, 5) and held_out["text"][0].startswith("validation 0")
+        assert (len(train), len(held_out)) == (40, 5) and held_out["text"][0].startswith(
+            "validation 0"
+        )
     else:
         assert (len(train), len(held_out)) == (36, 4) and held_out["text"][0].startswith("train 9")
     few, _ = documents(data, 500)
@@ -71,7 +73,10 @@ def test_documents_end_with_eos(tokenizer, tmp_path):
 
 @pytest.mark.parametrize(
     "content, message",
-    [(b"\xff\xfe\x00", r"allowed: a text file in UTF-8$"), (b"short", r"allowed: at least 512 and 32$")],
+    [
+        (b"\xff\xfe\x00", r"allowed: a text file in UTF-8$"),
+        (b"short", r"allowed: at least 512 and 32$"),
+    ],
 )
 def test_texts_that_cannot_be_used(content, message, tokenizer, tmp_path):
     (tmp_path / "text").write_bytes(content)

@@ -25,7 +25,9 @@ def test_paragraphs_are_aligned_by_their_ids(tmp_path, monkeypatch):
         (inside / language / "text" / "a.html").write_text(page.format(*said))
     (inside / "de" / "text" / "alone.html").write_text(page.format(*"abcd"))
     monkeypatch.setattr(help_texts, "unpacked", lambda packages: tmp_path)
-    monkeypatch.setattr(help_texts, "Path", lambda path: tmp_path / "none" if path == "/" else type(tmp_path)(path))
+    monkeypatch.setattr(
+        help_texts, "Path", lambda path: tmp_path / "none" if path == "/" else type(tmp_path)(path)
+    )
     help_texts.pairs.cache_clear()
     found = help_texts.pairs(4, 16)
     help_texts.pairs.cache_clear()
@@ -65,7 +67,9 @@ def test_padding_and_the_future_change_nothing(kind):
         padded = model(torch.nn.functional.pad(source, (0, 3), value=PAD), target)
         torch.testing.assert_close(padded, logits, rtol=1e-4, atol=1e-4)
         target[:, 4:] = 5
-        torch.testing.assert_close(model(source, target)[:, :4], logits[:, :4], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(source, target)[:, :4], logits[:, :4], rtol=1e-4, atol=1e-4
+        )
         said = model.greedy(source, 6)
         whole = torch.cat([torch.full((2, 1), BEGIN), said], 1)
         likeliest = model(source, whole[:, :-1]).argmax(-1)
@@ -77,7 +81,10 @@ def test_padding_and_the_future_change_nothing(kind):
 def test_the_full_size_has_a_fifth_fewer_parameters_at_width_16():
     full = translation.SETTINGS | translation.FULL
     with torch.device("meta"):
-        sizes = [sum(p.numel() for p in Translator("dot product", w, 10000, full).parameters()) for w in (128, 16)]
+        sizes = [
+            sum(p.numel() for p in Translator("dot product", w, 10000, full).parameters())
+            for w in (128, 16)
+        ]
     assert sizes[0] - sizes[1] == pytest.approx(39.5e6 - 31.2e6, rel=0.01)  # the paper's
 
 
@@ -85,24 +92,40 @@ def test_the_full_size_has_a_fifth_fewer_parameters_at_width_16():
 def test_two_steps_of_every_row_of_the_plan(tmp_path, monkeypatch):
     pytest.importorskip("sacrebleu")
     names = ["Datei", "Ordner", "Seite", "Zeile", "Tabelle", "Ansicht", "Menü", "Symbol"]
-    rows = tuple((f"die {a} und {b} {i}", f"the {a} and {b} {i}") for i in range(4) for a in names for b in names)
+    rows = tuple(
+        (f"die {a} und {b} {i}", f"the {a} and {b} {i}")
+        for i in range(4)
+        for a in names
+        for b in names
+    )
     monkeypatch.setattr(translation, "pairs", lambda least, most: rows)
     translation.data_of.cache_clear()
-    small = SMALL | {"steps": 2, "seeds": [0, 1], "sizes": {"search": 8, "test": 12}, "vocabulary": 300}
+    small = SMALL | {
+        "steps": 2,
+        "seeds": [0, 1],
+        "sizes": {"search": 8, "test": 12},
+        "vocabulary": 300,
+    }
     small |= {
         "batch": 4,
         "longest": 40,
         "translated": 4,
         "search": {"seed": 9, "steps": 1, "rates": [1e-3, 2e-3]},
     }
-    small |= {"rows": [["dot product", 2], *([kind, 4] for kind in dict(translation.SETTINGS["rows"]))]}
+    small |= {
+        "rows": [["dot product", 2], *([kind, 4] for kind in dict(translation.SETTINGS["rows"]))]
+    }
     small |= {"again": {"rows": [["umbral cone, xi", 4], ["dot product", 4]], "seeds": [2, 3]}}
     experiment = store.Experiment("translation", translation.SETTINGS | small, translation.runs)
     assert store.perform(experiment, tmp_path)
     translation.data_of.cache_clear()
     found = store.load("translation", tmp_path)
     run = found["runs"]["dot product, width 4, seed 1"]
-    assert run["held_out"] > 1 and 0 <= run["bleu"] <= 100 and run["bleu_signature"].startswith("nrefs:1")
+    assert (
+        run["held_out"] > 1
+        and 0 <= run["bleu"] <= 100
+        and run["bleu_signature"].startswith("nrefs:1")
+    )
     page = tmp_path / "page.md"
     page.write_text(translation_tables.PAGE.read_text())
     translation_tables.draw(tmp_path, page, tmp_path)
@@ -110,7 +133,9 @@ def test_two_steps_of_every_row_of_the_plan(tmp_path, monkeypatch):
     assert "not done yet" not in text and "| umbral cone, psi | 4 |" in text and "p = " in text
     mine, others = ([found["runs"][f"{kind}, width 4, seed {seed}"]["bleu"] for seed in (2, 3)]
                     for kind in ("umbral cone, xi", "dot product"))  # fmt: skip
-    assert f"| {(sum(mine) - sum(others)) / 2:+.2f} (" in text.split("<!-- translation-again -->")[1]
+    assert (
+        f"| {(sum(mine) - sum(others)) / 2:+.2f} (" in text.split("<!-- translation-again -->")[1]
+    )
     assert (tmp_path / "translation.svg").read_bytes().startswith(b"<?xml")
 
 

@@ -9,7 +9,16 @@ import torch
 from experiments import draw, findings, store, tables, vision, vision_images, vision_tables
 from torch.nn import functional as F
 
-SMALL = {"width": 8, "heads": 2, "layers": 1, "mlp": 8, "steps": 2, "batch": 4, "seeds": [0, 1], "test": 10}
+SMALL = {
+    "width": 8,
+    "heads": 2,
+    "layers": 1,
+    "mlp": 8,
+    "steps": 2,
+    "batch": 4,
+    "seeds": [0, 1],
+    "test": 10,
+}
 SMALL |= {"search": {"seed": 9, "steps": 1, "images": 6, "rates": [1e-3, 2e-3]}}
 
 
@@ -31,7 +40,9 @@ def test_images_for_the_search_are_not_trained_on_and_all_are_seen(random_images
     seen, named = map(torch.cat, zip(*(next(batches) for _ in range(17))))
     flat = lambda x: {tuple(row) for row in x.flatten(1).mul(1e4).round().int().tolist()}
     scaled = (images - vision_images.MEAN) / vision_images.DEVIATION
-    assert flat(seen) < flat(scaled[:-6]) | flat(scaled[:-6].flip(-1)) and not flat(seen) <= flat(scaled[:-6])
+    assert flat(seen) < flat(scaled[:-6]) | flat(scaled[:-6].flip(-1)) and not flat(seen) <= flat(
+        scaled[:-6]
+    )
     assert named.bincount().tolist() == labels[:-6].bincount().tolist()
     kept, theirs = map(torch.cat, zip(*data.in_order("search", 4)))
     assert flat(kept) == flat(scaled[-6:]) and theirs.tolist() == labels[-6:].tolist()
@@ -64,12 +75,16 @@ def test_two_steps_of_every_row_of_the_plan(tmp_path, monkeypatch):
     page.write_text(vision_tables.PAGE.read_text())
     vision_tables.draw(tmp_path, page, tmp_path)
     text = page.read_text()
-    assert "not done yet" not in text and "| umbral cone, xi, gamma 0.5 |" in text and "p = " in text
+    assert (
+        "not done yet" not in text and "| umbral cone, xi, gamma 0.5 |" in text and "p = " in text
+    )
     assert (tmp_path / "vision.svg").read_bytes().startswith(b"<?xml")
     monkeypatch.setattr(findings, "load", lambda name: found)
     said, verdict = findings.vision_gain("umbral cone, psi", 1.0)
     assert "against Euclidean distance" in said and verdict
-    mine, plain = (vision_tables.accuracies(found, kind, 1.0) for kind in ("umbral cone, psi", "dot product"))
+    mine, plain = (
+        vision_tables.accuracies(found, kind, 1.0) for kind in ("umbral cone, psi", "dot product")
+    )
     assert tables.paired(mine, plain, 2) in said
     assert "gamma 0.1" in findings.vision_gammas()[0]
 
@@ -87,13 +102,19 @@ def test_the_full_size_starts_on_a_folder_of_images(kind, gamma, tmp_path):
                 Image.frombytes("RGB", (60, 40), bytes(pixels.flatten().tolist())).save(
                     tmp_path / part / name / f"{i}.JPEG"
                 )
-    settings = vision.SETTINGS | vision.FULL | {"data": str(tmp_path), "classes": 2, "layers": 1, "test": 4}
+    settings = (
+        vision.SETTINGS
+        | vision.FULL
+        | {"data": str(tmp_path), "classes": 2, "layers": 1, "test": 4}
+    )
     settings |= {"steps": 2, "batch": 2, "search": vision.FULL["search"] | {"images": 2}}
     found = vision.train(settings, kind, gamma, 0, 1e-3, 2, "test")
     assert found["accuracy"] in (0, 0.25, 0.5, 0.75, 1) and found["loss"] > 0
     (tmp_path / "val" / "cow").mkdir()
     (tmp_path / "val" / "cow" / "0.JPEG").touch()
-    with pytest.raises(ValueError, match="has 2 classes in train, 3 in val; allowed: the same in both"):
+    with pytest.raises(
+        ValueError, match="has 2 classes in train, 3 in val; allowed: the same in both"
+    ):
         vision_images.Folder(tmp_path, 2, 4, 224)
 
 
@@ -106,7 +127,9 @@ def test_the_full_size_is_deit_s():
 def test_mixed_images_have_the_shares_of_their_labels():
     torch.manual_seed(0)
     wanted = F.one_hot(torch.arange(6), 6).double()
-    images = wanted[:, :, None, None].expand(-1, -1, 12, 20)  # of each class the share of its pixels
+    images = wanted[:, :, None, None].expand(
+        -1, -1, 12, 20
+    )  # of each class the share of its pixels
     both = set()
     for _ in range(40):
         mixture, shares = vision_images.mixed(images, wanted)

@@ -46,7 +46,12 @@ def recipe(model: Path, output: Path, **changes: dict) -> dict:
         "model": {"name": str(model)},
         "mechanisms": {"use": [{"mechanism": "cone"}], "layers": "last-2"},
         "peft": {"r": 4, "dropout": 0.1},
-        "data": {"source": "file", "name": str(ROOT / "LICENSE"), "length": 64, "held_out_tokens": 512},
+        "data": {
+            "source": "file",
+            "name": str(ROOT / "LICENSE"),
+            "length": 64,
+            "held_out_tokens": 512,
+        },
         "trainer": {
             "output": str(output),
             "steps": 8,
@@ -67,7 +72,9 @@ def write(path: Path, data: dict) -> Path:
     return path
 
 
-def start(*arguments, launcher=(sys.executable,), script: bool = True, **environment) -> subprocess.Popen:
+def start(
+    *arguments, launcher=(sys.executable,), script: bool = True, **environment
+) -> subprocess.Popen:
     """The script in a process of its own."""
     return subprocess.Popen(
         [*launcher, *([str(SCRIPT)] if script else []), *map(str, arguments)],

@@ -36,7 +36,8 @@ METHODS = {
     "LoRA with DoRA": on(peft.LoraConfig, r=4, use_dora=True),
     "LoRA on all linear layers": lambda case: peft.LoraConfig(r=4, target_modules="all-linear"),
     "IA3": lambda case: peft.IA3Config(
-        target_modules=TARGETS[case.family] + FEED[case.family], feedforward_modules=FEED[case.family]
+        target_modules=TARGETS[case.family] + FEED[case.family],
+        feedforward_modules=FEED[case.family],
     ),
     "AdaLoRA": on(peft.AdaLoraConfig, init_r=4, target_r=2, total_step=10),
     "VeRA": on(peft.VeraConfig, r=4),
@@ -55,7 +56,8 @@ METHODS = {
         target_modules=["attention_norm"] if case.mechanism == "hat" else NORMS[case.family]
     ),
     "trainable tokens": lambda case: peft.TrainableTokensConfig(
-        token_indices=inputs_of()["input_ids"][1, :3].tolist(), target_modules=[EMBEDDINGS[case.family]]
+        token_indices=inputs_of()["input_ids"][1, :3].tolist(),
+        target_modules=[EMBEDDINGS[case.family]],
     ),
     "prompt tuning": prompt(peft.PromptTuningConfig),
     "prefix tuning": prompt(peft.PrefixTuningConfig),
@@ -66,7 +68,9 @@ METHODS = {
 def adapted(case: Case, method, model=None, steps: int = 3, name: str = "default"):
     """A model with an adapter that has learned something."""
     torch.manual_seed(3)
-    model = peft.get_peft_model(model if model is not None else case.model(), method(case), adapter_name=name)
+    model = peft.get_peft_model(
+        model if model is not None else case.model(), method(case), adapter_name=name
+    )
     learn(model, steps)
     return model
 
@@ -146,12 +150,20 @@ def cases_of(label: str):
     return None if label in KINDS else lambda case: case.label in FEW
 
 
-STEPS = {"train": train, "save, load": save_and_load, "switch": switch, "disable": disable, "merge": merge}
+STEPS = {
+    "train": train,
+    "save, load": save_and_load,
+    "switch": switch,
+    "disable": disable,
+    "merge": merge,
+}
 for label, method in METHODS.items():
     for step, function in STEPS.items():
         fast = (label, step) in {("LoRA", "save, load"), ("IA3", "merge")}
         options = {"tolerance": 1e-4} if step == "merge" else {}  # weights are put together anew
-        road(f"{label}: {step}", GROUP, fast=fast, applies=cases_of(label), **options)(partial(function, method))
+        road(f"{label}: {step}", GROUP, fast=fast, applies=cases_of(label), **options)(
+            partial(function, method)
+        )
 
 
 LORA = METHODS["LoRA"]
@@ -169,7 +181,11 @@ def with_hyper(method):
     return make
 
 
-for label in [m for m in METHODS if not m.startswith(("prompt", "prefix", "P-", "trainable", "LoRA with", "LoRA on"))]:
+for label in [
+    m
+    for m in METHODS
+    if not m.startswith(("prompt", "prefix", "P-", "trainable", "LoRA with", "LoRA on"))
+]:
     for step in ("save, load", "disable", "merge"):
         options = {"tolerance": 1e-4} if step == "merge" else {}
         applies = lambda case, every=label == "LoRA": patched(case) and (every or case.label in FEW)
@@ -243,7 +259,9 @@ def by_auto_class(case, folder):
 def ours_by_auto_class(case, folder):
     """The base that the adapter names is stock."""
     stock = case.stock()
-    model = adapted(case, lambda case: ha.HyperLoraConfig(hyperattn=ours(case).hyperattn, r=4), stock)
+    model = adapted(
+        case, lambda case: ha.HyperLoraConfig(hyperattn=ours(case).hyperattn, r=4), stock
+    )
     model.save_pretrained(folder)
     yield logits(case.auto.from_pretrained(folder)), logits(model)
 

@@ -39,10 +39,16 @@ LAYERS = [1, 2]
 #: family -> its causal model, or the masked one where it has none
 FAMILIES = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2, pad_token_id=0)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    ),
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES)),
 }
-AUTO = {"llama": hf.AutoModelForCausalLM, "gpt2": hf.AutoModelForCausalLM, "bert": hf.AutoModelForMaskedLM}
+AUTO = {
+    "llama": hf.AutoModelForCausalLM,
+    "gpt2": hf.AutoModelForCausalLM,
+    "bert": hf.AutoModelForMaskedLM,
+}
 
 
 hf.utils.logging.disable_progress_bar()
@@ -153,7 +159,9 @@ class Case:
         """The parameters that the stock model does not have, by the names they have in `model`."""
         names = {n for n, _ in self.stock().named_parameters(remove_duplicate=False)}
         clean = lambda n: n.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        return {n: p for n, p in model.named_parameters() if clean(n) not in names and ".lora_" not in n}
+        return {
+            n: p for n, p in model.named_parameters() if clean(n) not in names and ".lora_" not in n
+        }
 
     @functools.cached_property
     def logits(self) -> Tensor:
@@ -163,7 +171,9 @@ class Case:
     @functools.cached_property
     def margin(self) -> float:
         """How far its logits are from the stock model's, as a share of the largest where that is above 1."""
-        found = (self.logits - logits(self.stock())).abs().max() / self.logits.abs().max().clamp(min=1)
+        found = (self.logits - logits(self.stock())).abs().max() / self.logits.abs().max().clamp(
+            min=1
+        )
         return found.item()
 
     def folder(self, *_) -> Path:
@@ -216,7 +226,9 @@ def tokenizer() -> hf.PreTrainedTokenizerFast:
     """A word for every id, `w5 w6 ...`, which is how the tests write text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<mask>": 3, "<unk>": 4} | {f"w{i}": i for i in range(5, 99)}
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<mask>": 3, "<unk>": 4} | {
+        f"w{i}": i for i in range(5, 99)
+    }
     plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return hf.PreTrainedTokenizerFast(
@@ -233,7 +245,9 @@ def tokenizer() -> hf.PreTrainedTokenizerFast:
 HSA = ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1)
 CASES = [
     Case("cone", "patch", config=ha.ConeConfig(gamma=0.5)),
-    Case("cone_penumbral", "patch", config=ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)),
+    Case(
+        "cone_penumbral", "patch", config=ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)
+    ),
     Case("hyperbolic", "patch", config=ha.HyperbolicConfig(aggregation="mean")),
     # Rounding grows 40-fold on its way to these logits: against float64 they are off by 4e-5 of the largest, on every
     # engine, and as much where the layer beneath, in float64, takes its softmax in float32, as Llama's eager does.
@@ -245,7 +259,11 @@ CASES = [
     ),
     Case("hype", "patch", config=ha.HypeConfig(max_length=64)),
     Case("hsa", "patch", config=HSA),
-    Case("sparse", "patch", config=ha.SparseConfig(Pages(near=2, sinks=1, page=2, top=1, query="previous", chunk=2))),
+    Case(
+        "sparse",
+        "patch",
+        config=ha.SparseConfig(Pages(near=2, sinks=1, page=2, top=1, query="previous", chunk=2)),
+    ),
     Case("head_fusion", "patch", config=ha.HeadFusionConfig()),
     Case("talking_heads", "patch", config=ha.TalkingHeadsConfig()),
     Case("mkl", "patch", config=ha.MklConfig(kind="conditional")),

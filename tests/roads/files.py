@@ -17,8 +17,12 @@ from .road import road
 
 GROUP = "Files"
 patched = lambda case: case.how == "patch"
-no_hat = lambda case: case.mechanism != "hat"  # an architecture of its own, with any attention inside
-recorded = lambda case: case.parametric and case.family != "bert"  # HAT is an architecture, without a record
+no_hat = lambda case: (
+    case.mechanism != "hat"
+)  # an architecture of its own, with any attention inside
+recorded = lambda case: (
+    case.parametric and case.family != "bert"
+)  # HAT is an architecture, without a record
 trained = lambda case: case.parametric
 
 
@@ -77,7 +81,9 @@ def given_state(case, folder):
 @road("save with names left out", GROUP, applies=recorded, fast=True)
 def filtered_save(case, folder):
     model, names = case.model(), added_names(case)
-    model.save_pretrained(folder, state_dict={n: t for n, t in model.state_dict().items() if n not in names})
+    model.save_pretrained(
+        folder, state_dict={n: t for n, t in model.state_dict().items() if n not in names}
+    )
     yield logits(loaded(case, folder)), case.logits
 
 
@@ -248,7 +254,9 @@ def merge_all(case, folder):
 @road("merge of two, by the stock model's names (mergekit)", GROUP, fast=True, applies=no_hat)
 def merge_known(case, folder):
     known, other, expected = case.stock().state_dict(), sibling(case), case.model()
-    place = rewrite(saved(case, folder), lambda s: average({n: t for n, t in s.items() if n in known}, other))
+    place = rewrite(
+        saved(case, folder), lambda s: average({n: t for n, t in s.items() if n in known}, other)
+    )
     expected.load_state_dict(average(expected.state_dict(), other))
     yield logits(loaded(case, place)), logits(expected)
 

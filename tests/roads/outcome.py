@@ -124,7 +124,9 @@ def travel(road, case: Case, folder: Path) -> tuple[float, list[str], BaseExcept
             for got, want in road.function(case, folder):
                 worst = max(worst, gap(got, want))
         except Exception as problem:
-            wrapped = type(problem).__name__ == "TorchExportError"  # the exporter to ONNX shows what stopped it
+            wrapped = (
+                type(problem).__name__ == "TorchExportError"
+            )  # the exporter to ONNX shows what stopped it
             error = (wrapped and problem.__cause__) or problem
     return worst, list(dict.fromkeys(said)), error
 
@@ -138,9 +140,14 @@ def raised_by_us(error: BaseException) -> bool:
 def refusal_of(road: str, error: BaseException) -> str | None:
     """Why an error is a refusal: "" for a line of ours that says what to do, a reason for others, else None."""
     text = str(error)
-    if raised_by_us(error) and isinstance(error, ValueError | TypeError | RuntimeError | ImportError | OSError):
+    if raised_by_us(error) and isinstance(
+        error, ValueError | TypeError | RuntimeError | ImportError | OSError
+    ):
         return "" if "\n" not in text.strip() and len(text) > 30 and ADVICE.search(text) else None
-    return next((why for where, words, why in OTHERS if re.search(where, road) and re.search(words, text)), None)
+    return next(
+        (why for where, words, why in OTHERS if re.search(where, road) and re.search(words, text)),
+        None,
+    )
 
 
 def brief(error: BaseException) -> str:
@@ -167,7 +174,9 @@ def judge(road, case: Case, seen: tuple, lost: float) -> Cell:
         return Cell("crash", worst, tolerance, "the road compares nothing")
     if worst <= tolerance:
         if case.how != "stock" and case.margin < max(MARGIN, 3 * tolerance):
-            return Cell("vacuous", worst, tolerance, f"the stock model differs by {case.margin:.1e} only")
+            return Cell(
+                "vacuous", worst, tolerance, f"the stock model differs by {case.margin:.1e} only"
+            )
         return Cell("equal", worst, tolerance, words)
     return Cell("warned" if words else "silent", worst, tolerance, words)
 

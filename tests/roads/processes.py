@@ -131,7 +131,11 @@ def tensor_parallel_patched(case, folder):
         for name, p in model.named_parameters():
             if ".hyper." in name:
                 value = values[name]
-                p.copy_(shared(value, p.device_mesh, p.placements) if hasattr(p, "full_tensor") else value)
+                p.copy_(
+                    shared(value, p.device_mesh, p.placements)
+                    if hasattr(p, "full_tensor")
+                    else value
+                )
     yield logits(model), case.logits
 
 
@@ -170,7 +174,10 @@ def bare_answers() -> dict[tuple[str, str], tuple[str | None, Path]]:
                 pass  # the road itself shows it
     for place in folders.values():
         torch.save(inputs_of(), place / "inputs.pt")
-    jobs = [[str(place), BY_LABEL[label].auto.__name__, kind == "export"] for (label, kind), place in folders.items()]
+    jobs = [
+        [str(place), BY_LABEL[label].auto.__name__, kind == "export"]
+        for (label, kind), place in folders.items()
+    ]
     run = subprocess.run(
         [sys.executable, "-c", BARE, json.dumps(jobs)],
         cwd=workplace(),
@@ -245,8 +252,13 @@ def together(jobs: list[tuple[str, str]], folder: Path, write) -> None:
             broken = (place / "0.log").read_text()[-2000:]
             raise RuntimeError(f"no process of a pair answers: {broken}")
         if done < len(jobs):
-            tail = [(place / f"{rank}.log").read_text().strip().splitlines()[-1:] for rank in range(WORLD)]
-            found = gathered(place, done) or Cell("crash", words=f"the processes hung or died; they said last: {tail}")
+            tail = [
+                (place / f"{rank}.log").read_text().strip().splitlines()[-1:]
+                for rank in range(WORLD)
+            ]
+            found = gathered(place, done) or Cell(
+                "crash", words=f"the processes hung or died; they said last: {tail}"
+            )
             write(*jobs[done], found)
             done += 1
         jobs = jobs[done:]
@@ -290,7 +302,9 @@ def main(rank: int, folder: Path) -> None:
         case = BY_LABEL[label]
         _ = case.margin, case.folder(), case.control.logits, case.control.folder()
     patience = datetime.timedelta(seconds=PATIENCE / 2)
-    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=WORLD, timeout=patience)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meeting", rank=rank, world_size=WORLD, timeout=patience
+    )
     controls: dict = {}
     for number, (name, label) in enumerate(jobs):
         found = cell(ROADS[name], BY_LABEL[label], folder / str(number), controls)

@@ -106,7 +106,9 @@ def show(cell: Cell | None, label: str, notes: dict) -> str:
         return ""
     if cell.outcome == "equal":
         return "0" if cell.difference == 0 else f"{cell.difference:.0e}"
-    words = " ".join(re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/ ]+", "FOLDER", cell.words).split())
+    words = " ".join(
+        re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/ ]+", "FOLDER", cell.words).split()
+    )
     words = words.replace("|", "\\|")[:600]
     number = notes.setdefault(words, len(notes) + 1)
     outcome = cell.outcome if cell.holds or cell.outcome == "not run" else f"**{cell.outcome}**"

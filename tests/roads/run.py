@@ -109,7 +109,12 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
     if not missing:
         return
     prepare()
-    columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:60}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns) as progress:
         bar = progress.add_task("roads", total=len(items), completed=len(items) - len(missing))
 
@@ -121,14 +126,22 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
             done(name, label, Cell("not run", words=f"{ROADS[name].missing()} is not installed"))
         missing = [item for item in missing if not ROADS[item[0]].missing()]
         for group in GROUPS:
-            alone = [item for item in missing if ROADS[item[0]].group == group and ROADS[item[0]].ranks == 1]
+            alone = [
+                item
+                for item in missing
+                if ROADS[item[0]].group == group and ROADS[item[0]].ranks == 1
+            ]
             stock = dict.fromkeys((name, BY_LABEL[label].control.label) for name, label in alone)
             for item, reply, _ in run_forked(answer, stock, options.processes, options.timeout):
-                if reply[0] == "done":  # where the stock model ends its process, so do the cells: crashes
+                if (
+                    reply[0] == "done"
+                ):  # where the stock model ends its process, so do the cells: crashes
                     CONTROLLED[item] = reply[1]
             for item, reply, _ in run_forked(answer, alone, options.processes, options.timeout):
                 ok = reply[0] == "done"
-                done(*item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0]))
+                done(
+                    *item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0])
+                )
         with tempfile.TemporaryDirectory() as place:
             pairs = [item for item in missing if ROADS[item[0]].ranks > 1]
             processes.together(pairs, pathlib.Path(place), done)
@@ -137,15 +150,28 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="roads", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "roads", nargs="?", default="", help="regular expression of roads or groups; all where left out"
+        "roads",
+        nargs="?",
+        default="",
+        help="regular expression of roads or groups; all where left out",
     )
     parser.add_argument("--cases", default="", help="regular expression of cases")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: 2)")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a cell may take (default: 600)")
-    parser.add_argument("--write", action="store_true", help="run nothing, write what there is so far")
-    parser.add_argument("--all", action="store_true", help="fail where a third party's program is missing")
-    parser.add_argument("--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})")
-    parser.add_argument("--report", type=pathlib.Path, default=ROOT / "docs" / "roads.md", help="file to write")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds a cell may take (default: 600)"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="run nothing, write what there is so far"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="fail where a third party's program is missing"
+    )
+    parser.add_argument(
+        "--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})"
+    )
+    parser.add_argument(
+        "--report", type=pathlib.Path, default=ROOT / "docs" / "roads.md", help="file to write"
+    )
     return parser.parse_args(argv)
 
 
@@ -164,11 +190,17 @@ def main(argv=None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if not options.write:
         run_cells(items, folder, options)
-    cells = {i: Cell(**json.loads(file_of(folder, i).read_text())) for i in items if file_of(folder, i).exists()}
+    cells = {
+        i: Cell(**json.loads(file_of(folder, i).read_text()))
+        for i in items
+        if file_of(folder, i).exists()
+    }
     if not options.roads and not options.cases:
         options.report.write_text(report.page(cells, versions()))
     print(", ".join(f"{n} {outcome}" for outcome, n in report.totals(cells).items() if n))
-    bad = [item for item, c in cells.items() if not c.holds and (c.outcome != "not run" or options.all)]
+    bad = [
+        item for item, c in cells.items() if not c.holds and (c.outcome != "not run" or options.all)
+    ]
     for item in bad:
         print(f"  {cells[item].outcome}: {', '.join(item)}: {cells[item].words[:300]}")
     return 1 if bad else 0

@@ -90,7 +90,10 @@ def meta_inputs() -> dict:
 @road("meta device", GROUP, fast=True)
 def meta(case, folder):
     with torch.no_grad():
-        found, want = case.model().to("meta")(**meta_inputs()).logits, case.model()(**inputs_of()).logits
+        found, want = (
+            case.model().to("meta")(**meta_inputs()).logits,
+            case.model()(**inputs_of()).logits,
+        )
     yield found.is_meta and found.shape == want.shape and found.dtype == want.dtype, True
 
 
@@ -110,7 +113,9 @@ def fake(case, folder):
 
     config = AutoConfig.from_pretrained(case.folder())
     with FakeTensorMode(), torch.no_grad():
-        found = case.auto.from_config(config)(**{n: torch.ones(2, 20, dtype=torch.long) for n in inputs_of()})
+        found = case.auto.from_config(config)(
+            **{n: torch.ones(2, 20, dtype=torch.long) for n in inputs_of()}
+        )
         yield isinstance(found.logits, FakeTensor) and found.logits.shape == (2, 20, 99), True
 
 
@@ -128,7 +133,10 @@ def flop_counter(case, folder):
     counted, stock = flops(case.model(), inputs), flops(case.stock(), inputs)
     yield counted > 0.5 * stock, True
     missing = flops(case.stock().to("meta"), meta_inputs()) - stock
-    yield abs(flops(case.model().to("meta"), meta_inputs()) - counted) <= missing + 0.1 * counted, True
+    yield (
+        abs(flops(case.model().to("meta"), meta_inputs()) - counted) <= missing + 0.1 * counted,
+        True,
+    )
 
 
 @road('set_attn_implementation("eager")', GROUP, fast=True)
@@ -157,7 +165,9 @@ def set_and_saved(case, folder):
     "set_attn_implementation to another name of ours",
     GROUP,
     control=False,
-    applies=lambda case: case.mechanism != "hat",  # an architecture of its own, with any attention inside
+    applies=lambda case: (
+        case.mechanism != "hat"
+    ),  # an architecture of its own, with any attention inside
 )
 def set_other(case, folder):
     model = case.model()
@@ -265,17 +275,26 @@ def cpu_offload(case, folder):
 
 @road("offload to the disk (Accelerate)", GROUP)
 def disk_offload(case, folder):
-    yield logits(accelerate.disk_offload(case.model(), str(folder), torch.device("cpu"))), case.logits
+    yield (
+        logits(accelerate.disk_offload(case.model(), str(folder), torch.device("cpu"))),
+        case.logits,
+    )
 
 
 @road("device_map with layers on the disk", GROUP)
 def offloaded_at_load(case, folder):
     modules = dict(case.model().named_modules())
-    stack = next(n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS)
+    stack = next(
+        n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS
+    )
     leaves = [n for n, m in modules.items() if not any(m.children())]
-    leaves += [n for n, _ in case.model().named_parameters() if n.rpartition(".")[0] not in leaves]  # BERT's head
+    leaves += [
+        n for n, _ in case.model().named_parameters() if n.rpartition(".")[0] not in leaves
+    ]  # BERT's head
     leaves = [n for n in leaves if not n.startswith(f"{stack}.")]
-    places = {n: "cpu" for n in leaves} | {f"{stack}.{i}": ("cpu", "disk", "cpu")[i] for i in range(LAYERS)}
+    places = {n: "cpu" for n in leaves} | {
+        f"{stack}.{i}": ("cpu", "disk", "cpu")[i] for i in range(LAYERS)
+    }
     model = case.auto.from_pretrained(case.folder(), device_map=places, offload_folder=str(folder))
     yield logits(model), case.logits
 
@@ -285,7 +304,9 @@ def beside(case, folder):
     model, stock = case.model(), case.stock()
     plain = logits(stock)
     other = case.stock()
-    ha.patch_model(other, ha.TalkingHeadsConfig() if case.mechanism != "talking_heads" else ha.ConeConfig())
+    ha.patch_model(
+        other, ha.TalkingHeadsConfig() if case.mechanism != "talking_heads" else ha.ConeConfig()
+    )
     other.set_attn_implementation("hf_hyperattn")
     logits(other)
     yield logits(model), case.logits
@@ -391,7 +412,8 @@ def assisted(case, folder):
     model = case.model()
     row = {n: t[1:] for n, t in inputs_of(9).items()}
     plain, other = (
-        model.generate(**row, max_new_tokens=6, do_sample=False, **o) for o in ({}, {"assistant_model": case.stock()})
+        model.generate(**row, max_new_tokens=6, do_sample=False, **o)
+        for o in ({}, {"assistant_model": case.stock()})
     )
     yield torch.equal(plain, other), True
 
@@ -400,7 +422,9 @@ def assisted(case, folder):
 def guided(case, folder):
     """The pass without the prompt, which runs inside the call with it, is that of the model by itself."""
     model, inputs = case.model(), inputs_of(9)
-    options = dict(max_new_tokens=1, do_sample=False, output_scores=True, return_dict_in_generate=True)
+    options = dict(
+        max_new_tokens=1, do_sample=False, output_scores=True, return_dict_in_generate=True
+    )
     hierarchy = {"hierarchy": trees(length=9)} if hears(case) else {}
     found = model.generate(**inputs, **hierarchy, guidance_scale=1.5, **options).scores[0]
     plain = model.generate(**inputs, **hierarchy, **options).scores[0].log_softmax(-1)
@@ -413,11 +437,17 @@ def batched(case, folder):
     model = case.model()
     rows = [r[m.bool()].tolist() for r, m in zip(*inputs_of(9).values())]
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
-    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # else the cache fills the memory
-    found = model.generate_batch(rows, generation_config=config, continuous_batching_config=small, progress_bar=False)
+    small = ContinuousBatchingConfig(
+        num_blocks=4, max_batch_tokens=64
+    )  # else the cache fills the memory
+    found = model.generate_batch(
+        rows, generation_config=config, continuous_batching_config=small, progress_bar=False
+    )
     tokens = [v.generated_tokens for v in found.values()]
     alone = [
-        model.generate(torch.tensor([r]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, len(r) :]
+        model.generate(torch.tensor([r]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[
+            0, len(r) :
+        ]
         for r in rows
     ]
     yield sorted(tokens) == sorted(a.tolist() for a in alone), True
@@ -450,7 +480,10 @@ def overheard(case, folder):
     layer.register_forward_pre_hook(lambda *_: seen.append(logits(teacher)))
     with torch.no_grad():
         outer = model(**inputs_of(), hierarchy=trees()).logits
-    yield (outer[inputs_of()["attention_mask"].bool()] - case.logits).abs().max().item() > 1e-3, True
+    yield (
+        (outer[inputs_of()["attention_mask"].bool()] - case.logits).abs().max().item() > 1e-3,
+        True,
+    )
     for found in seen:
         yield found, case.logits
 
@@ -463,7 +496,9 @@ def overheard_thread(case, folder):
     first = []
     layer = next(m for m in model.modules() if type(m).__name__.endswith("MLP"))
     with ThreadPoolExecutor(1) as pool:
-        layer.register_forward_pre_hook(lambda *_: first.append(pool.submit(logits, quiet).result()))
+        layer.register_forward_pre_hook(
+            lambda *_: first.append(pool.submit(logits, quiet).result())
+        )
         with torch.no_grad():
             model(**inputs_of(), hierarchy=trees())
     for found in first:

@@ -114,7 +114,9 @@ def compute_softmax1(module, query, key, value, attention_mask, scaling=None, **
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + scores.shape[-1] - scores.shape[-2])
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(
+        1 + scores.shape[-1] - scores.shape[-2]
+    )
     if attention_mask is not None:
         hidden = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < -1e4
     scores = scores.masked_fill(hidden, float("-inf"))
@@ -123,7 +125,13 @@ def compute_softmax1(module, query, key, value, attention_mask, scaling=None, **
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-@road("a foreign attention function, then the mechanism", GROUP, fast=True, control=False, applies=patched)
+@road(
+    "a foreign attention function, then the mechanism",
+    GROUP,
+    fast=True,
+    control=False,
+    applies=patched,
+)
 def foreign_before(case, folder):
     """At the start the model and its gradients are those of the foreign function."""
     AttentionInterface.register(FOREIGN, compute_softmax1)
@@ -139,7 +147,13 @@ def foreign_before(case, folder):
         yield found[name], gradient
 
 
-@road("the mechanism, then a foreign attention function", GROUP, fast=True, control=False, applies=patched)
+@road(
+    "the mechanism, then a foreign attention function",
+    GROUP,
+    fast=True,
+    control=False,
+    applies=patched,
+)
 def foreign_after(case, folder):
     AttentionInterface.register(FOREIGN, compute_softmax1)
     model = case.model()
@@ -174,21 +188,38 @@ def forget_attention(layer: nn.Module) -> None:
     layer.forward = lambda hidden_states, *_, **__: (hidden_states, None)
 
 
-@road("an attention forward that was replaced before", GROUP, fast=True, control=False, applies=patched_or_named)
+@road(
+    "an attention forward that was replaced before",
+    GROUP,
+    fast=True,
+    control=False,
+    applies=patched_or_named,
+)
 def replaced_before(case, folder):
     model = case.stock()
     forget_attention(attention_layers(model)[1])
     yield logits(put_into(case, model)), case.logits
 
 
-@road("an attention forward that is replaced later", GROUP, fast=True, control=False, applies=patched_or_named)
+@road(
+    "an attention forward that is replaced later",
+    GROUP,
+    fast=True,
+    control=False,
+    applies=patched_or_named,
+)
 def replaced_later(case, folder):
     model = case.model()
     forget_attention(attention_layers(model)[1])
     yield logits(model), case.logits
 
 
-@road("a key of attn_implementation that no part has", GROUP, fast=True, applies=lambda case: case.how == "name")
+@road(
+    "a key of attn_implementation that no part has",
+    GROUP,
+    fast=True,
+    applies=lambda case: case.how == "name",
+)
 def strange_key(case, folder):
     model = case.stock()
     if case.config is not None:
@@ -226,7 +257,9 @@ def compare_steps(model: nn.Module, prefix: int = 6, length: int = 12):
     with torch.no_grad():
         for start, stop in [(0, prefix), *((i, i + 1) for i in range(prefix, length))]:
             mask = prefix_mask(prefix, stop)[:, :, start:]
-            found.append(model(ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits)
+            found.append(
+                model(ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits
+            )
         expected = model(ids, attention_mask=prefix_mask(prefix, length), use_cache=False).logits
     yield torch.cat(found, 1), expected
 
@@ -237,7 +270,10 @@ def prefix_masks(case, folder):
 
 
 @road(
-    "a prefix mask, layers that are not causal", GROUP, fast=True, applies=lambda c: causal(c) and patched_or_named(c)
+    "a prefix mask, layers that are not causal",
+    GROUP,
+    fast=True,
+    applies=lambda c: causal(c) and patched_or_named(c),
 )
 def prefix_language_model(case, folder):
     """PaliGemma's text layers say is_causal=False, and the mask says the rest."""
@@ -248,7 +284,9 @@ def prefix_language_model(case, folder):
 
 
 @torch.no_grad()
-def continue_chat(model: nn.Module, ids: Tensor, cache: DynamicCache, start: int, stop: int) -> Tensor:
+def continue_chat(
+    model: nn.Module, ids: Tensor, cache: DynamicCache, start: int, stop: int
+) -> Tensor:
     return model(ids[:, start:stop], past_key_values=cache).logits
 
 
@@ -295,13 +333,17 @@ def pruned_cache(case, folder):
         model(ids[:, :16], past_key_values=cache)
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
-        found = model(ids[:, 16:17], past_key_values=cache, position_ids=torch.tensor([[16]])).logits
+        found = model(
+            ids[:, 16:17], past_key_values=cache, position_ids=torch.tensor([[16]])
+        ).logits
         seen = torch.ones(17, 17, dtype=torch.bool).tril()
         seen[16, 5:8] = False
         mask = torch.zeros(1, 1, 17, 17).masked_fill(~seen, torch.finfo(torch.float32).min)
         try:
             expected = model(ids[:, :17], attention_mask=mask, use_cache=False).logits[:, -1:]
-        except ValueError:  # A mechanism that cannot say what is right has to refuse the pruned cache too.
+        except (
+            ValueError
+        ):  # A mechanism that cannot say what is right has to refuse the pruned cache too.
             expected = torch.full_like(found, float("nan"))
     yield found, expected
 
@@ -319,7 +361,9 @@ def hook_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-@road("hooks before and after", GROUP, fast=True, applies=lambda c: causal(c) and patched_or_named(c))
+@road(
+    "hooks before and after", GROUP, fast=True, applies=lambda c: causal(c) and patched_or_named(c)
+)
 def hooked(case, folder):
     """A hook on attention layers acts as one on the norms before them does, registered early or late."""
     model = case.model()

@@ -29,7 +29,9 @@ EVERY = ("save and load", 'set_attn_implementation("eager")')
 
 def marks(road, case) -> tuple:
     """None for a cell of `make test`."""
-    return () if road.fast and (case.label in TELLING or road.name in EVERY) else (pytest.mark.roads,)
+    return (
+        () if road.fast and (case.label in TELLING or road.name in EVERY) else (pytest.mark.roads,)
+    )
 
 
 CELLS = [

@@ -57,13 +57,18 @@ class Plain(nn.Module):
 @torch.no_grad()
 def program(case: Case):
     """The exported program, for any batch and length."""
-    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=8, max=64)
+    batch, length = (
+        torch.export.Dim("batch", min=1, max=64),
+        torch.export.Dim("length", min=8, max=64),
+    )
     shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
-    return torch.export.export(  # HAT's number of segments is more than torch can prove the bounds of
-        Plain(case.model()),
-        tuple(inputs_of().values()),
-        dynamic_shapes=shapes,
-        prefer_deferred_runtime_asserts_over_guards=True,
+    return (
+        torch.export.export(  # HAT's number of segments is more than torch can prove the bounds of
+            Plain(case.model()),
+            tuple(inputs_of().values()),
+            dynamic_shapes=shapes,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
     )
 
 
@@ -75,13 +80,19 @@ def longer() -> dict:
 def export(case, folder):
     found = program(case).module()
     yield found(*inputs_of().values())[REAL], case.logits
-    yield found(*longer().values())[longer()["attention_mask"].bool()], logits(case.model(), longer())
+    yield (
+        found(*longer().values())[longer()["attention_mask"].bool()],
+        logits(case.model(), longer()),
+    )
 
 
 @road("torch.export, saved and loaded", GROUP, applies=few)
 def export_saved(case, folder):
     torch.export.save(program(case), folder / "program.pt2")
-    yield torch.export.load(folder / "program.pt2").module()(*inputs_of().values())[REAL], case.logits
+    yield (
+        torch.export.load(folder / "program.pt2").module()(*inputs_of().values())[REAL],
+        case.logits,
+    )
 
 
 @road("torch.jit.trace", GROUP)
@@ -89,7 +100,10 @@ def traced(case, folder):
     with torch.no_grad():
         found = torch.jit.trace(Plain(case.model()), tuple(inputs_of().values()), check_trace=False)
         yield found(*inputs_of().values())[REAL], case.logits
-        yield found(*longer().values())[longer()["attention_mask"].bool()], logits(case.model(), longer())
+        yield (
+            found(*longer().values())[longer()["attention_mask"].bool()],
+            logits(case.model(), longer()),
+        )
 
 
 @road("ONNX", GROUP, needs=("onnx", "onnxscript", "onnxruntime"))
@@ -111,24 +125,36 @@ def with_weights(case: Case, quantised: nn.Module, plain) -> nn.Module:
     """
     model = case.model()
     modules = dict(quantised.named_modules())
-    weights = {n: plain(modules[n]) for n, m in model.named_modules() if n in modules and "weight" in m._parameters}
+    weights = {
+        n: plain(modules[n])
+        for n, m in model.named_modules()
+        if n in modules and "weight" in m._parameters
+    }
     weights = {n: w for n, w in weights.items() if w is not None}
     assert weights, f"nothing of {type(model).__name__} is quantised"
     for name, weight in weights.items():
         module = model.get_submodule(name)  # GPT-2 keeps its weights transposed
-        module.weight = nn.Parameter(weight.T if isinstance(module, hf.pytorch_utils.Conv1D) else weight)
+        module.weight = nn.Parameter(
+            weight.T if isinstance(module, hf.pytorch_utils.Conv1D) else weight
+        )
     return model
 
 
 def torchao_weight(module):
     weight = getattr(module, "weight", None)
-    return weight.dequantize() if hasattr(weight, "dequantize") and type(weight) is not nn.Parameter else None
+    return (
+        weight.dequantize()
+        if hasattr(weight, "dequantize") and type(weight) is not nn.Parameter
+        else None
+    )
 
 
 def torchao_model(case: Case, folder):
     from torchao.quantization import Int8WeightOnlyConfig
 
-    return case.auto.from_pretrained(folder, quantization_config=hf.TorchAoConfig(Int8WeightOnlyConfig(version=2)))
+    return case.auto.from_pretrained(
+        folder, quantization_config=hf.TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    )
 
 
 @road("int8 weights (torchao)", GROUP, needs=("torchao",))
@@ -165,10 +191,14 @@ def nf4_weight(module):
 
 @road("nf4 weights (bitsandbytes)", GROUP, needs=("bitsandbytes",))
 def nf4(case, folder):
-    config = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    config = hf.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
     model = case.auto.from_pretrained(case.folder(), quantization_config=config, device_map="cpu")
     expected = with_weights(case, model, nf4_weight)
-    with_gradients = logits.__wrapped__  # without them a call packs the weights anew, and computes in bfloat16
+    with_gradients = (
+        logits.__wrapped__
+    )  # without them a call packs the weights anew, and computes in bfloat16
     yield with_gradients(model), logits(expected)
 
 
@@ -193,13 +223,17 @@ ARGUMENTS = dict(
 
 def trainer(case: Case, model, folder, **options):
     arguments = hf.TrainingArguments(str(folder), **ARGUMENTS | options)
-    return hf.Trainer(model, arguments, train_dataset=texts(), data_collator=hf.default_data_collator)
+    return hf.Trainer(
+        model, arguments, train_dataset=texts(), data_collator=hf.default_data_collator
+    )
 
 
 def moved(case: Case, model) -> bool:
     """Whether training reached what was added: all that a fresh model's added parameters are has changed somewhere."""
     before, after = case.added(case.fresh()), case.added(model)
-    return not case.parametric or any(not torch.equal(p, after[n]) for n, p in before.items() if n in after)
+    return not case.parametric or any(
+        not torch.equal(p, after[n]) for n, p in before.items() if n in after
+    )
 
 
 @road("Trainer: train, save, load", GROUP)
@@ -238,7 +272,11 @@ def best(case, folder):
     )
     arguments = hf.TrainingArguments(str(folder), **ARGUMENTS | options)
     run = hf.Trainer(
-        model, arguments, train_dataset=texts(), eval_dataset=texts(), data_collator=hf.default_data_collator
+        model,
+        arguments,
+        train_dataset=texts(),
+        eval_dataset=texts(),
+        data_collator=hf.default_data_collator,
     )
     run.train()
     yield logits(case.auto.from_pretrained(run.state.best_model_checkpoint)), logits(run.model)
@@ -254,9 +292,13 @@ def decay(case, folder):
 def sft(case: Case, model, folder, **options):
     import trl
 
-    arguments = trl.SFTConfig(str(folder), max_steps=2, save_strategy="no", max_length=None, **ARGUMENTS)
+    arguments = trl.SFTConfig(
+        str(folder), max_steps=2, save_strategy="no", max_length=None, **ARGUMENTS
+    )
     data = texts().remove_columns(["labels", "attention_mask"])
-    return trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer(), **options)
+    return trl.SFTTrainer(
+        model, arguments, train_dataset=data, processing_class=tokenizer(), **options
+    )
 
 
 @road("TRL: SFTTrainer", GROUP, needs=("trl",), applies=causal)
@@ -280,7 +322,12 @@ def supervised_lora(case, folder):
     from peft import AutoPeftModelForCausalLM, LoraConfig
 
     base = case.auto.from_pretrained(case.folder())
-    run = sft(case, base, folder, peft_config=LoraConfig(target_modules=["c_proj", "q_proj"], task_type="CAUSAL_LM"))
+    run = sft(
+        case,
+        base,
+        folder,
+        peft_config=LoraConfig(target_modules=["c_proj", "q_proj"], task_type="CAUSAL_LM"),
+    )
     run.train()
     run.save_model(str(folder / "adapter"))
     yield logits(AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")), logits(run.model)
@@ -311,9 +358,16 @@ def moved_under_adapter(case: Case, model) -> bool:
     before = {n.rpartition(".")[2]: [] for n in case.added(case.fresh())}
     for name, parameter in case.added(case.fresh()).items():
         before[name.rpartition(".")[2]].append(parameter)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and ".hyper." in n or ".hyper_" in n}
+    trained = {
+        n: p
+        for n, p in model.named_parameters()
+        if p.requires_grad and ".hyper." in n or ".hyper_" in n
+    }
     return any(
-        all(p.shape != q.shape or not torch.equal(p, q) for q in before.get(n.rpartition(".")[2], []))
+        all(
+            p.shape != q.shape or not torch.equal(p, q)
+            for q in before.get(n.rpartition(".")[2], [])
+        )
         for n, p in trained.items()
     )
 

@@ -34,7 +34,9 @@ TEXT = dict(
     pad_token_id=0,
     tie_word_embeddings=True,
 )
-GPT2 = dict(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=64, n_inner=16, initializer_range=0.3)
+GPT2 = dict(
+    vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=64, n_inner=16, initializer_range=0.3
+)
 BART = dict(
     vocab_size=40,
     d_model=16,
@@ -50,14 +52,22 @@ BART = dict(
 
 
 def bart() -> nn.Module:
-    tokens = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=1, forced_eos_token_id=None)
+    tokens = dict(
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+    )
     return hf.BartForConditionalGeneration(hf.BartConfig(**BART, **tokens))
 
 
 #: The stock model of each family.
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT, num_key_value_heads=2)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2, pad_token_id=0)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    ),
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT)),
     "bart": bart,
 }
@@ -113,7 +123,9 @@ class Saved:
         """The whole model, its added parameters moved away from where they start."""
         model = self.build_base(seed)
         if self.how == "patch":
-            configs = [ha.ScoreConfig(SCORE) if config == SCORE else config for config in self.mechanisms]
+            configs = [
+                ha.ScoreConfig(SCORE) if config == SCORE else config for config in self.mechanisms
+            ]
             ha.patch_model(model, *configs, **self.options)
         if self.how == "convert":
             model = ha.convert(model, *self.mechanisms)
@@ -180,20 +192,27 @@ CASES: dict[str, Saved] = {
     "cone-psi": replace(ha.ConeConfig(mapping="psi", gamma=0.4)),
     "cone-expmap": replace(ha.ConeConfig(mapping="expmap", radius=2.0)),
     "cone-penumbral": patch(ha.ConeConfig(variant="penumbral", radius=2.0, gamma=0.5)),
-    "cone-penumbral-xi": replace(ha.ConeConfig(variant="penumbral", mapping="xi", clamp_heights=True)),
+    "cone-penumbral-xi": replace(
+        ha.ConeConfig(variant="penumbral", mapping="xi", clamp_heights=True)
+    ),
     "cone-penumbral-heights": replace(ha.ConeConfig(variant="penumbral", squared=False)),
     "cone-heads": patch(ha.ConeConfig(), heads=[0, 2], layers=[1]),
     "cone-override": patch(
         ha.HyperAttnConfig(
-            [ha.ConeConfig()], overrides={"model.layers.1.self_attn": [ha.ConeConfig(gamma=0.5, mapping="psi")]}
+            [ha.ConeConfig()],
+            overrides={"model.layers.1.self_attn": [ha.ConeConfig(gamma=0.5, mapping="psi")]},
         )
     ),
     "cone-cross-attention": patch(ha.ConeConfig(), family="bart", include_cross_attention=True),
     "cone-encoder": patch(ha.ConeConfig(), family="bert"),
     "hyperbolic": patch(ha.HyperbolicConfig()),
-    "hyperbolic-mean": replace(ha.HyperbolicConfig(aggregation="mean", curvature=0.5, temperature=2.0)),
+    "hyperbolic-mean": replace(
+        ha.HyperbolicConfig(aggregation="mean", curvature=0.5, temperature=2.0)
+    ),
     "hyperbolic-lorentz": replace(ha.HyperbolicConfig(distance="squared_lorentz")),
-    "hyperbolic-lorentz-mean": patch(ha.HyperbolicConfig(distance="squared_lorentz", aggregation="mean")),
+    "hyperbolic-lorentz-mean": patch(
+        ha.HyperbolicConfig(distance="squared_lorentz", aggregation="mean")
+    ),
     "score": patch(SCORE),
     # Biases
     "hype": patch(ha.HypeConfig(max_length=64)),
@@ -217,21 +236,31 @@ CASES: dict[str, Saved] = {
     "hsa": patch(ha.HsaConfig(windows=(4, 8))),
     "hsa-key": replace(ha.HsaConfig(**KEY)),
     "hsa-key-by-head": replace(
-        ha.HsaConfig(windows=(2, 4), near=(0, 2, 4, 8), sinks=(0, 1, 2, 3), refine_top_k=(0, 1, 2, 0))
+        ha.HsaConfig(
+            windows=(2, 4), near=(0, 2, 4, 8), sinks=(0, 1, 2, 3), refine_top_k=(0, 1, 2, 0)
+        )
     ),
     "hsa-key-bias": patch(ha.HsaConfig(**KEY, block_bias=-0.5)),
-    "hsa-key-bias-by-head": replace(ha.HsaConfig(**KEY, block_bias=(0.0, -1.0, 0.5, -float("inf")))),
+    "hsa-key-bias-by-head": replace(
+        ha.HsaConfig(**KEY, block_bias=(0.0, -1.0, 0.5, -float("inf")))
+    ),
     "hsa-key-dropped": replace(ha.HsaConfig(**KEY, block_bias=-float("inf"), tuned_length=32)),
     "hsa-key-flat": replace(ha.HsaConfig(windows=(), near=2, sinks=1, refine_top_k=3)),
     "hsa-key-one-level": replace(ha.HsaConfig(windows=(4,), near=4, sinks=2, refine_top_k=1)),
     "hsa-both": patch(ha.HsaConfig(windows=(4, 8)), family="bert"),
-    "hsa-both-diagonal": replace(ha.HsaConfig(windows=(2, 4), tying="both", keep_diagonal=False), family="bert"),
+    "hsa-both-diagonal": replace(
+        ha.HsaConfig(windows=(2, 4), tying="both", keep_diagonal=False), family="bert"
+    ),
     "hsa-key-encoder": replace(ha.HsaConfig(**KEY, tying="key"), family="bert"),
     "hsa-override": patch(
         ha.HyperAttnConfig(
             [ha.HsaConfig(**KEY)],
             mode="replace",
-            overrides={"model.layers.0.self_attn": [ha.HsaConfig(windows=(4,), near=(2, 2, 4, 4), refine_top_k=0)]},
+            overrides={
+                "model.layers.0.self_attn": [
+                    ha.HsaConfig(windows=(4,), near=(2, 2, 4, 4), refine_top_k=0)
+                ]
+            },
         )
     ),
     # Structure: sparse rules
@@ -243,14 +272,21 @@ CASES: dict[str, Saved] = {
     "sparse-pages-previous": sparse(Pages(**PAGES, query="previous", chunk=2)),
     "sparse-pages-chunk": sparse(Pages(**PAGES, query="chunk", chunk=4)),
     "sparse-keys": sparse(Pages(near=3, sinks=1, page=1, top=3)),
-    "sparse-keys-previous": sparse(Pages(near=3, sinks=1, page=1, top=3, query="previous", chunk=2, channels=0.5)),
+    "sparse-keys-previous": sparse(
+        Pages(near=3, sinks=1, page=1, top=3, query="previous", chunk=2, channels=0.5)
+    ),
     "sparse-clusters": sparse(Clusters(**CLUSTERS)),
     "sparse-clusters-previous": sparse(Clusters(**CLUSTERS, rounds=2, query="previous", chunk=2)),
     "sparse-vertical-slash": sparse(VerticalSlash(**LINES)),
     "sparse-nested": sparse(NestedWindows(**NESTED)),
-    "sparse-nested-bounds": sparse(NestedWindows(**NESTED, summary="bounds", query="first", chunk=4)),
+    "sparse-nested-bounds": sparse(
+        NestedWindows(**NESTED, summary="bounds", query="first", chunk=4)
+    ),
     "sparse-by-head": sparse(
-        Exact(), Window(near=4), Pages(**PAGES, query="previous", chunk=2), Pages(near=3, sinks=1, page=1, top=3)
+        Exact(),
+        Window(near=4),
+        Pages(**PAGES, query="previous", chunk=2),
+        Pages(near=3, sinks=1, page=1, top=3),
     ),
     "sparse-lengths": sparse((Exact(),), (Window(near=4, sinks=2),), lengths=(8, 16)),
     "sparse-blend": patch(ha.SparseConfig(Pages(**PAGES)), layers=[1]),
@@ -258,7 +294,11 @@ CASES: dict[str, Saved] = {
         ha.HyperAttnConfig(
             [ha.SparseConfig(Pages(**PAGES))],
             mode="replace",
-            overrides={"model.layers.1.self_attn": [ha.SparseConfig([Exact(), Window(4), Window(4), Exact()])]},
+            overrides={
+                "model.layers.1.self_attn": [
+                    ha.SparseConfig([Exact(), Window(4), Window(4), Exact()])
+                ]
+            },
         )
     ),
     # Several mechanisms
@@ -266,9 +306,15 @@ CASES: dict[str, Saved] = {
     "together-sparse": replace(ha.HypeConfig(max_length=64), ha.SparseConfig(Window(near=6))),
     # Conversions and encoders of our own
     "collaborative": patch(ha.CollaborativeConfig(), family="gpt2"),
-    "collaborative-compressed": Saved("gpt2", (ha.CollaborativeConfig(rank=12, steps=5),), "convert"),
+    "collaborative-compressed": Saved(
+        "gpt2", (ha.CollaborativeConfig(rank=12, steps=5),), "convert"
+    ),
     "hat": Saved("bert", (ha.HatConfig(segment_length=8, max_length=32),), "convert"),
-    "hat-mean": Saved("bert", (ha.HatConfig(segment_length=8, max_length=32, pooling="mean", gated=True),), "convert"),
+    "hat-mean": Saved(
+        "bert",
+        (ha.HatConfig(segment_length=8, max_length=32, pooling="mean", gated=True),),
+        "convert",
+    ),
     "hsa-encoder": Saved(
         "hsa_encoder",
         how="encoder",
@@ -283,7 +329,9 @@ CASES: dict[str, Saved] = {
     ),
     # Names
     "name-cone": Saved(how="name", name="cone"),
-    "name-cone-config": Saved(how="name", name="cone", mechanisms=(ha.ConeConfig(gamma=0.4, mapping="psi"),)),
+    "name-cone-config": Saved(
+        how="name", name="cone", mechanisms=(ha.ConeConfig(gamma=0.4, mapping="psi"),)
+    ),
     "name-cone_penumbral": Saved(how="name", name="cone_penumbral"),
     "name-hyperbolic": Saved(how="name", name="hyperbolic"),
     "name-hype": Saved(how="name", name="hype"),
@@ -292,11 +340,15 @@ CASES: dict[str, Saved] = {
     "adapter-cone": Saved(how="adapter", mechanisms=(ha.ConeConfig(),)),
     "adapter-hsa": Saved(how="adapter", mechanisms=(ha.HsaConfig(**KEY),)),
     "adapter-hype-fusion": Saved(
-        how="adapter", mechanisms=(ha.HypeConfig(max_length=64), ha.HeadFusionConfig()), options=dict(layers=[1])
+        how="adapter",
+        mechanisms=(ha.HypeConfig(max_length=64), ha.HeadFusionConfig()),
+        options=dict(layers=[1]),
     ),
     "adapter-sparse": Saved(how="adapter", mechanisms=(ha.SparseConfig(Pages(**PAGES)),)),
     "adapter-encoder": Saved("bert", how="adapter", mechanisms=(ha.HyperbolicConfig(),)),
-    "lora-of-a-patch": Saved(how="adapter of a patch", mechanisms=(ha.ConeConfig(), ha.TalkingHeadsConfig())),
+    "lora-of-a-patch": Saved(
+        how="adapter of a patch", mechanisms=(ha.ConeConfig(), ha.TalkingHeadsConfig())
+    ),
 }
 
 

@@ -72,7 +72,11 @@ def examine(kind, model_type):
         "inputs": sorted(one.inputs),
     }
     if gap(out, run(one.model, one.inputs)):
-        return facts | {"verdict": "not built", "why": "the stock model is not deterministic", "checks": {}}
+        return facts | {
+            "verdict": "not built",
+            "why": "the stock model is not deterministic",
+            "checks": {},
+        }
     holds, why = guarded(by_name, kind, model_type, one)
     if holds != "refused":
         return facts | judged({"by_name": (holds, why)} | patch_checks(kind, one), "works")

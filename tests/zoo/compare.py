@@ -80,9 +80,16 @@ def snapshot(model):
         "hooks": sum(
             len(getattr(m, n))
             for m in model.modules()
-            for n in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+            for n in (
+                "_forward_hooks",
+                "_forward_pre_hooks",
+                "_backward_hooks",
+                "_backward_pre_hooks",
+            )
         ),
-        "attributes": [sorted(k for k in vars(m) if not k.startswith("_")) for m in model.modules()],
+        "attributes": [
+            sorted(k for k in vars(m) if not k.startswith("_")) for m in model.modules()
+        ],
     }
 
 

@@ -35,7 +35,11 @@ def run_forked(function, items, processes=2, timeout=60):
             send.close()
             running[receive] = (item, process, time.monotonic())
         ready = multiprocessing.connection.wait(list(running), timeout=0.5)
-        late = [p for p, (_, _, start) in running.items() if p not in ready and time.monotonic() - start > timeout]
+        late = [
+            p
+            for p, (_, _, start) in running.items()
+            if p not in ready and time.monotonic() - start > timeout
+        ]
         for pipe in [*ready, *late]:
             item, process, start = running.pop(pipe)
             answer = finish(pipe, process, pipe in ready, timeout)

@@ -19,7 +19,10 @@ def find(config, *names, default=None):
             if value is not None and not isinstance(value, dict):
                 return value
         level = [
-            getattr(c, n) for c in level for n in (c.sub_configs or {}) if hasattr(getattr(c, n, None), "to_dict")
+            getattr(c, n)
+            for c in level
+            for n in (c.sub_configs or {})
+            if hasattr(getattr(c, n, None), "to_dict")
         ]
     return default
 
@@ -37,9 +40,13 @@ def noise(*shape, seed=1):
 def words(config, seed=0, length=LENGTH):
     """Token ids `[BATCH, length]` among the ordinary words: above the special ids, below the image ones."""
     text = config.get_text_config()
-    size = find(text, "vocab_size", "text_vocab_size", "src_vocab_size") or find(config, "vocab_size", default=64)
+    size = find(text, "vocab_size", "text_vocab_size", "src_vocab_size") or find(
+        config, "vocab_size", default=64
+    )
     size = size if isinstance(size, int) else 64
-    return torch.randint(8, max(9, min(size, 96)), (BATCH, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        8, max(9, min(size, 96)), (BATCH, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def image_shape(config):
@@ -95,7 +102,9 @@ def features(config):
     )
     fixed = find(config, "max_source_positions")
     lengths = ([2 * fixed] if fixed else []) + [TIME]
-    return [noise(BATCH, *s) for n in lengths for s in ((bins, n), (n, bins))] + [noise(BATCH, 1, TIME, bins)]
+    return [noise(BATCH, *s) for n in lengths for s in ((bins, n), (n, bins))] + [
+        noise(BATCH, 1, TIME, bins)
+    ]
 
 
 def hidden(config):
@@ -139,7 +148,9 @@ MAKERS = {
     "pixel_attention_mask": lambda c: [ones(BATCH, GRID * GRID)],
     "spatial_shapes": lambda c: [torch.tensor([[GRID, GRID]] * BATCH)],
     "past_values": lambda c: [
-        noise(BATCH, find(c, "context_length", default=32), find(c, "num_input_channels", default=1)),
+        noise(
+            BATCH, find(c, "context_length", default=32), find(c, "num_input_channels", default=1)
+        ),
         noise(BATCH, find(c, "context_length", default=32)),
     ],
 }
@@ -149,7 +160,9 @@ def arguments(model):
     """Names of forward's arguments -> whether they must be given."""
     parameters = inspect.signature(model.forward).parameters
     return {
-        n: p.default is p.empty for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        n: p.default is p.empty
+        for n, p in parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
 
 

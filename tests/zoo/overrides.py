@@ -76,7 +76,9 @@ OVERRIDES = {
     "efficientnet": NARROW,
     "uvdoc": {
         "bridge_connector": [128, 128],
-        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4", "stage5", "stage6"]},
+        "backbone_config": {
+            "out_features": ["stage1", "stage2", "stage3", "stage4", "stage5", "stage6"]
+        },
     },
     "pp_ocrv6_medium_det": {
         "intraclass_block_config": BANDS,
@@ -142,7 +144,8 @@ OVERRIDES = {
         {"window_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]},
     ),
     **dict.fromkeys(
-        "swinv2 swin2sr".split(), {"window_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]}
+        "swinv2 swin2sr".split(),
+        {"window_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]},
     ),
     "granite_speech_encoder": {"context_size": 8},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
@@ -221,7 +224,10 @@ OVERRIDES = {
         },
     ),
     "sam3_tracker": {
-        "vision_config": {"fpn_hidden_size": 32, "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+        "vision_config": {
+            "fpn_hidden_size": 32,
+            "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+        },
         "prompt_encoder_config": {"hidden_size": 32},
         "mask_decoder_config": {"hidden_size": 32},
     },
@@ -234,7 +240,9 @@ OVERRIDES = {
         "intermediate_hook_ids": [1, 0],
         "intermediate_feature_dims": [32, 32],
         "fusion_hidden_size": 32,
-        **dict.fromkeys(("image_model_config", "patch_model_config", "fov_model_config"), {"image_size": 16}),
+        **dict.fromkeys(
+            ("image_model_config", "patch_model_config", "fov_model_config"), {"image_size": 16}
+        ),
     },
     "kyutai_speech_to_text": {"num_codebooks": 2, "codebook_vocab_size": 32},
     "tvp": {"max_img_size": 128, "visual_prompt_size": 8, "backbone_config": RESNET},
@@ -275,16 +283,27 @@ OVERRIDES = {
     "ernie4_5_vl_moe_text": mrope(2, 2, 4) | {"moe_intermediate_size": [64, 64]},
     **dict.fromkeys(
         "autoformer informer time_series_transformer".split(),
-        {"prediction_length": 4, "context_length": 8, "label_length": 4, "input_size": 1, "scaling": "mean"},
+        {
+            "prediction_length": 4,
+            "context_length": 8,
+            "label_length": 4,
+            "input_size": 1,
+            "scaling": "mean",
+        },
     ),
     # backbones: timm's are not needed
-    **dict.fromkeys("detr conditional_detr table-transformer dab-detr".split(), {"backbone_config": RESNET}),
+    **dict.fromkeys(
+        "detr conditional_detr table-transformer dab-detr".split(), {"backbone_config": RESNET}
+    ),
     "deformable_detr": {"backbone_config": RESNET_LEVELS},
     **dict.fromkeys(
         "d_fine deimv2 pp_doclayout_v3 pp_doclayout_v4".split(),
         {"anchor_image_size": ..., "encoder_in_channels": ..., "decoder_in_channels": [64, 64, 64]},
     ),
-    **dict.fromkeys("rt_detr rt_detr_v2".split(), {"anchor_image_size": ..., "decoder_in_channels": [64, 64, 64]}),
+    **dict.fromkeys(
+        "rt_detr rt_detr_v2".split(),
+        {"anchor_image_size": ..., "decoder_in_channels": [64, 64, 64]},
+    ),
     **dict.fromkeys(
         "grounding-dino mm-grounding-dino oneformer mask2former maskformer".split(),
         {"backbone_config": SWIN_LEVELS},
@@ -325,7 +344,9 @@ OVERRIDES = {
 }
 
 SESSION = "its forward takes a video session, not tensors"
-LENDER = "it reads the cache of the model that it assists, which AutoModelForCausalLM does not build"
+LENDER = (
+    "it reads the cache of the model that it assists, which AutoModelForCausalLM does not build"
+)
 BROKEN = "AutoModel cannot build it from its own config in this version of Transformers: "
 
 # Why a type is not built, where the error alone would not tell.

@@ -28,14 +28,23 @@ COMMON = ("ties queries too", "rotary", NOWHERE)
 #: What is patched in, each in its turn, with the mechanisms that have no meaning for some hosts, and say so.
 PATCHES = {
     "cone + head_fusion": ((ha.ConeConfig(), ha.HeadFusionConfig()), ("head_fusion",)),
-    "hyperbolic + talking_heads": ((ha.HyperbolicConfig(aggregation="mean"), ha.TalkingHeadsConfig()), ()),
-    "HyPE + mkl": ((ha.HypeConfig(max_length=64), ha.MklConfig(kind="conditional")), ("hype", "mkl")),
+    "hyperbolic + talking_heads": (
+        (ha.HyperbolicConfig(aggregation="mean"), ha.TalkingHeadsConfig()),
+        (),
+    ),
+    "HyPE + mkl": (
+        (ha.HypeConfig(max_length=64), ha.MklConfig(kind="conditional")),
+        ("hype", "mkl"),
+    ),
     "hyperbolic, midpoint": ((ha.HyperbolicConfig(distance="squared_lorentz"),), ()),
     "trilinear": ((ha.TrilinearConfig(windows=(4, 3)),), ("trilinear",)),
     "collaborative": ((ha.CollaborativeConfig(),), ("collaborative",)),
     "hsa": ((ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1),), HSA),
     "hsa, both": ((ha.HsaConfig(windows=(2, 4), tying="both"),), HSA),
-    "sparse": ((ha.HyperAttnConfig([RULE], layers=lambda host: host.is_causal),), ("sparse", NOWHERE)),
+    "sparse": (
+        (ha.HyperAttnConfig([RULE], layers=lambda host: host.is_causal),),
+        ("sparse", NOWHERE),
+    ),
 }
 
 
@@ -48,7 +57,10 @@ def identity(one, configs):
     finally:
         ha.unpatch_model(one.model)
     value, grad = worst
-    return value <= TOLERANCE, f"largest difference {value:.1e} ({'with' if grad else 'without'} gradients)"
+    return (
+        value <= TOLERANCE,
+        f"largest difference {value:.1e} ({'with' if grad else 'without'} gradients)",
+    )
 
 
 def gradients(one, configs):
@@ -62,7 +74,10 @@ def gradients(one, configs):
             return None, "no output carries a gradient"
         sum((torch.where(v.isfinite(), v, 0).float() ** 2).mean() for v in used).backward()
         added = [
-            p for m in {id(m): m for m in modules}.values() if "hyper" in m._modules for p in m.hyper.parameters()
+            p
+            for m in {id(m): m for m in modules}.values()
+            if "hyper" in m._modules
+            for p in m.hyper.parameters()
         ]
         grads = [p.grad for p in added]
     finally:
@@ -75,7 +90,10 @@ def gradients(one, configs):
     if bad:
         return False, f"{bad} of {len(added)} gradients are not finite"
     if not any(bool(g.any()) for g in grads if g is not None):
-        return None, "all gradients are zero: the outputs do not depend on what attention attends to"
+        return (
+            None,
+            "all gradients are zero: the outputs do not depend on what attention attends to",
+        )
     if missing and not stock_reaches(one):
         return None, "not every attention module reaches the outputs"
     return not missing, f"{missing} of {len(added)} parameters got none"
@@ -85,7 +103,11 @@ def stock_reaches(one):
     """Whether every stock attention parameter that ran reaches the outputs, so that ours must too."""
     with counted("sdpa") as modules:
         out = run(one.model, one.inputs, grad=True)
-    sum((torch.where(v.isfinite(), v, 0).float() ** 2).mean() for v in out.values() if v.requires_grad).backward()
+    sum(
+        (torch.where(v.isfinite(), v, 0).float() ** 2).mean()
+        for v in out.values()
+        if v.requires_grad
+    ).backward()
     reached = all(p.grad is not None for m in modules for p in m.parameters())
     one.model.zero_grad(set_to_none=True)
     return reached
@@ -104,7 +126,9 @@ def unpatch(one, configs):
     difference = gap(stock, run(one.model, one.inputs))
     if difference:
         return False, f"outputs differ by {difference:.1e} after unpatching"
-    return True, "restored" if gap(stock, patched) else "restored; open gates had not changed the outputs"
+    return True, "restored" if gap(
+        stock, patched
+    ) else "restored; open gates had not changed the outputs"
 
 
 def reloaded(model, kind, inputs, directory):
@@ -116,7 +140,9 @@ def reloaded(model, kind, inputs, directory):
     model.save_pretrained(directory)
     other = KINDS[kind][0].from_pretrained(directory).eval()
     mine, theirs = model.state_dict(), other.state_dict()
-    if mine.keys() != theirs.keys() or not all(torch.equal(v, theirs[k]) or v.isnan().any() for k, v in mine.items()):
+    if mine.keys() != theirs.keys() or not all(
+        torch.equal(v, theirs[k]) or v.isnan().any() for k, v in mine.items()
+    ):
         return float("inf")
     for one in (model, other):
         for tensor in (*one.parameters(), *one.buffers()):
@@ -127,7 +153,10 @@ def reloaded(model, kind, inputs, directory):
 def reload(one, configs, kind):
     """Saved with open gates and taken back by plain `from_pretrained`, it computes the same."""
     place = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=place) as stock, tempfile.TemporaryDirectory(dir=place) as ours:
+    with (
+        tempfile.TemporaryDirectory(dir=place) as stock,
+        tempfile.TemporaryDirectory(dir=place) as ours,
+    ):
         try:
             difference = reloaded(one.model, kind, one.inputs, stock)
         except Exception as error:

@@ -45,7 +45,9 @@ def strays(model):
     for name, module in model.named_modules():
         if "Attention" not in type(module).__name__ or "hyper" in name.split("."):
             continue
-        inside = any(h == name or h.startswith(f"{name}.") or name.startswith(f"{h}.") for h in hosts)
+        inside = any(
+            h == name or h.startswith(f"{name}.") or name.startswith(f"{h}.") for h in hosts
+        )
         leaf = not any("Attention" in type(m).__name__ for m in module.modules() if m is not module)
         if not inside and leaf and next(module.parameters(), None) is not None:
             found.add(type(module).__name__)

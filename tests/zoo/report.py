@@ -6,7 +6,9 @@ import re
 from tests.zoo.patched import PATCHES
 
 #: What head_fusion says of layers that are called with hidden states in another form than one row a query.
-SHAPES = re.compile(r"\w+ was called with hidden states (of shape \([\d, ]+\)|none) for \d+ queries")
+SHAPES = re.compile(
+    r"\w+ was called with hidden states (of shape \([\d, ]+\)|none) for \d+ queries"
+)
 
 VERDICTS = {
     "works": "loads by name, and every check that applies holds",
@@ -84,15 +86,21 @@ def page(results, versions):
     ]
     for verdict, meaning in VERDICTS.items():
         lines.append(
-            f"| {verdict} | " + " | ".join(str(totals(results, k)[verdict]) for k in kinds) + f" | {meaning} |"
+            f"| {verdict} | "
+            + " | ".join(str(totals(results, k)[verdict]) for k in kinds)
+            + f" | {meaning} |"
         )
-    lines.append("| all | " + " | ".join(str(sum(totals(results, k).values())) for k in kinds) + " | |")
+    lines.append(
+        "| all | " + " | ".join(str(sum(totals(results, k).values())) for k in kinds) + " | |"
+    )
     for kind in kinds:
         lines += [
             "",
             f"## {AUTO[kind]}",
             "",
-            "| model type | verdict | " + " | ".join(c.replace("_", " ") for c in CHECKS) + " | note |",
+            "| model type | verdict | "
+            + " | ".join(c.replace("_", " ") for c in CHECKS)
+            + " | note |",
             "| --- | --- |" + " --- |" * (len(CHECKS) + 1),
         ]
         lines += [row(t, r, notes) for (k, t), r in sorted(results.items()) if k == kind]
@@ -103,11 +111,18 @@ def page(results, versions):
 def row(model_type, result, notes):
     """One model type; `notes` gets the reasons that are too long for a table, with their numbers."""
     cells = [
-        {True: "yes", False: "**no**", None: "-"}[result["checks"][c][0]] if c in result["checks"] else ""
+        {True: "yes", False: "**no**", None: "-"}[result["checks"][c][0]]
+        if c in result["checks"]
+        else ""
         for c in CHECKS
     ]
-    parts = [part if len(part) <= SHORT else f"note {notes.setdefault(part, len(notes) + 1)}" for part in note(result)]
-    return f"| {model_type} | {result['verdict']} | " + " | ".join(cells) + f" | {'; '.join(parts)} |"
+    parts = [
+        part if len(part) <= SHORT else f"note {notes.setdefault(part, len(notes) + 1)}"
+        for part in note(result)
+    ]
+    return (
+        f"| {model_type} | {result['verdict']} | " + " | ".join(cells) + f" | {'; '.join(parts)} |"
+    )
 
 
 def note(result):
@@ -119,7 +134,9 @@ def note(result):
     found = [f"{', '.join(checks)}: {reason(why)}" for why, checks in shared.items()]
     if result["why"] and not any(holds is False for holds, _ in result["checks"].values()):
         found.insert(0, reason(result["why"]))  # of checks that fail it only repeats what they say
-    ran = re.match(r"(\d+) of (\d+) hosts ran(.*)", result["checks"].get("by_name", ("", ""))[1] or "")
+    ran = re.match(
+        r"(\d+) of (\d+) hosts ran(.*)", result["checks"].get("by_name", ("", ""))[1] or ""
+    )
     if ran and (ran[1] != ran[2] or ran[3]):
         found += ran[0].split("; ")
     return [re.sub(r"\s+", " ", part).replace("|", "\\|") for part in found]
@@ -131,7 +148,9 @@ def reason(why):
     missing = re.match(r"ImportError: \w+ requires the (\w+) library", why)
     if match or missing:
         return match[2] if match else f"it needs the package {missing[1]}, which was not installed"
-    refusals = re.split(r"; (?=[\w +,]+ refused: )", SHAPES.sub("hidden states came in another form", why))
+    refusals = re.split(
+        r"; (?=[\w +,]+ refused: )", SHAPES.sub("hidden states came in another form", why)
+    )
     if len(refusals) > 1 and refusals[0].startswith("refused: "):
         del refusals[0]  # what the first mechanism says, which follows under its name
     return "; ".join(re.sub(r"; allowed: .*|ValueError: ", "", part) for part in refusals)

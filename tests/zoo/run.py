@@ -47,7 +47,12 @@ def result_of(reply, seconds):
     """What a worker's reply means; a process that died or ran over its time is a failure that says so."""
     if reply[0] == "done":
         return reply[1] | {"seconds": round(seconds, 1)}
-    return {"verdict": "failure", "why": reply[1].splitlines()[0], "checks": {}, "seconds": round(seconds, 1)}
+    return {
+        "verdict": "failure",
+        "why": reply[1].splitlines()[0],
+        "checks": {},
+        "seconds": round(seconds, 1),
+    }
 
 
 def file_of(folder, item):
@@ -57,7 +62,12 @@ def file_of(folder, item):
 def examine_all(items, folder, processes, timeout):
     """Fill the folder with the results that are not there yet."""
     missing = [item for item in items if not file_of(folder, item).exists()]
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns) as progress:
         bar = progress.add_task("zoo", total=len(items), completed=len(items) - len(missing))
         for item, reply, seconds in run_forked(worker.answer, missing, processes, timeout):
@@ -72,14 +82,24 @@ def examine_all(items, folder, processes, timeout):
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="zoo", description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; all where none is given")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="auto classes")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="auto classes"
+    )
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: 2)")
     parser.add_argument(
-        "--timeout", type=float, default=1800, help="seconds a type may wait for its answer (default: 1800)"
+        "--timeout",
+        type=float,
+        default=1800,
+        help="seconds a type may wait for its answer (default: 1800)",
     )
-    parser.add_argument("--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})")
     parser.add_argument(
-        "--report", type=pathlib.Path, default=ROOT / "docs" / "compatibility.md", help="file to write"
+        "--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})"
+    )
+    parser.add_argument(
+        "--report",
+        type=pathlib.Path,
+        default=ROOT / "docs" / "compatibility.md",
+        help="file to write",
     )
     return parser.parse_args(argv)
 
@@ -88,7 +108,12 @@ def main(argv=None):
     """Returns the exit status: 0 where nothing failed and, in a whole run, enough types work."""
     options = arguments(argv)
     worker.prepare()
-    items = [(kind, t) for kind in options.kinds for t in types(kind) if not options.types or t in options.types]
+    items = [
+        (kind, t)
+        for kind in options.kinds
+        for t in types(kind)
+        if not options.types or t in options.types
+    ]
     folder = options.cache / fingerprint()
     examine_all(items, folder, options.processes, options.timeout)
     results = {item: json.loads(file_of(folder, item).read_text()) for item in items}

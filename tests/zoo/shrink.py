@@ -75,7 +75,9 @@ SIZES = {
         "num_embeddings vision_vocab_size head_out_channels".split(),
         VOCABULARY,
     ),
-    **dict.fromkeys("n_routed_experts num_experts num_local_experts moe_num_experts n_experts".split(), 4),
+    **dict.fromkeys(
+        "n_routed_experts num_experts num_local_experts moe_num_experts n_experts".split(), 4
+    ),
     **dict.fromkeys(
         "num_experts_per_tok moe_topk moe_k moe_top_k top_k_experts num_experts_per_token "
         "top_k_routed_experts".split(),
@@ -86,7 +88,9 @@ SIZES = {
         "first_k_dense_replace num_dense_layers num_mtp_layers num_nextn_predict_layers".split(),
         1,
     ),
-    **dict.fromkeys("q_lora_rank kv_lora_rank o_lora_rank hidden_size_per_layer_input laurel_rank".split(), 16),
+    **dict.fromkeys(
+        "q_lora_rank kv_lora_rank o_lora_rank hidden_size_per_layer_input laurel_rank".split(), 16
+    ),
     **dict.fromkeys(
         "qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim mamba_d_state state_size "
         "codevector_dim proj_codevector_dim".split(),
@@ -102,7 +106,9 @@ SIZES = {
         "image_size pretrain_image_size crop_size max_image_size max_img_size anchor_image_size input_size".split(),
         32,
     ),
-    **dict.fromkeys("num_queries num_query_tokens two_stage_num_proposals num_denoising".split(), 6),
+    **dict.fromkeys(
+        "num_queries num_query_tokens two_stage_num_proposals num_denoising".split(), 6
+    ),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -140,11 +146,17 @@ LISTS = {
 
 def fields_of(config_class):
     """Field name -> default of a config class (``None`` where there is none), without those every config has."""
-    common = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"chunk_size_feed_forward"}
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {
+        "chunk_size_feed_forward"
+    }
     found = {}
     for field in dataclasses.fields(config_class):
         if field.name not in common:
-            made = field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+            made = (
+                field.default_factory()
+                if field.default_factory is not dataclasses.MISSING
+                else None
+            )
             found[field.name] = made if field.default is dataclasses.MISSING else field.default
     return found
 
@@ -180,8 +192,16 @@ def kwargs_of(config_class, model_type=None, keep_widths=False):
     keep_widths = keep_widths or not {config_class.model_type, model_type}.isdisjoint(WIDE)
     fields = fields_of(config_class)
     sub = sub_configs(config_class, keep_widths)
-    kwargs = {n: v for n, d in fields.items() if n not in sub and (v := small(n, d, keep_widths)) is not None}
-    kwargs |= {n: v for n, v in token_ids(fields).items() if fields[n] is not None or n.startswith(("image", "video"))}
+    kwargs = {
+        n: v
+        for n, d in fields.items()
+        if n not in sub and (v := small(n, d, keep_widths)) is not None
+    }
+    kwargs |= {
+        n: v
+        for n, v in token_ids(fields).items()
+        if fields[n] is not None or n.startswith(("image", "video"))
+    }
     kwargs |= sub
     if not keep_widths and {"kv_lora_rank", "num_key_value_heads"} <= fields.keys():
         kwargs["num_key_value_heads"] = HEADS
@@ -233,6 +253,10 @@ def merge(base, over):
     """`over` on `base`, dict values merged; ``...`` in `over` drops a key so that the default stands."""
     out = dict(base)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict) and not isinstance(value, Whole)
+        both = (
+            isinstance(value, dict)
+            and isinstance(out.get(key), dict)
+            and not isinstance(value, Whole)
+        )
         out[key] = merge(out[key], value) if both else value
     return out

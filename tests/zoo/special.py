@@ -82,7 +82,9 @@ INPUTS = {
     "omdet-turbo": detections,
     "reformer": lambda c: {"input_ids": words(c, length=8)},
     "vibevoice_acoustic_tokenizer_encoder": lambda c: {"hidden_states": noise(BATCH, 1, 3200)},
-    "vibevoice_acoustic_tokenizer_decoder": lambda c: {"hidden_states": noise(BATCH, c.hidden_size, 4)},
+    "vibevoice_acoustic_tokenizer_decoder": lambda c: {
+        "hidden_states": noise(BATCH, c.hidden_size, 4)
+    },
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), series),
     "decision_transformer": decisions,
     "blip_2_qformer": lambda c: {
@@ -100,7 +102,9 @@ INPUTS = {
         "pixel_values": noise(BATCH, 1, 3, 32, 32),
         "pixel_attention_mask": ones(BATCH, 1).bool(),
     },
-    "seggpt": lambda c: {n: noise(BATCH, 3, 32, 32) for n in ("pixel_values", "prompt_pixel_values", "prompt_masks")},
+    "seggpt": lambda c: {
+        n: noise(BATCH, 3, 32, 32) for n in ("pixel_values", "prompt_pixel_values", "prompt_masks")
+    },
     "muse_glimmer_assistant": lambda c: {
         "noise_embeds": hidden(c),
         "context_hidden_states": noise(BATCH, LENGTH, 5 * c.hidden_size),
@@ -124,7 +128,10 @@ INPUTS = {
         "pixel_values": noise(1, c.num_frames, 3, 128, 128),
         "attention_mask": ones(1, LENGTH),
     },
-    "voxtral_realtime": lambda c: {"input_ids": words(c), "input_features": noise(BATCH, 16, 8 * LENGTH)},
+    "voxtral_realtime": lambda c: {
+        "input_ids": words(c),
+        "input_features": noise(BATCH, 16, 8 * LENGTH),
+    },
     "pp_ocrv5_mobile_rec": lambda c: {"pixel_values": noise(BATCH, 3, 96, 320)},
     "perceiver": lambda c: {"inputs": noise(BATCH, LENGTH, c.d_model)},
     "lxmert": lambda c: {

@@ -23,7 +23,10 @@ def prepared():
 
 @pytest.mark.parametrize(
     "kind, model_type",
-    [pytest.param(*item, id=item[1], marks=[] if item[1] in ALWAYS else pytest.mark.slow) for item in ITEMS],
+    [
+        pytest.param(*item, id=item[1], marks=[] if item[1] in ALWAYS else pytest.mark.slow)
+        for item in ITEMS
+    ],
 )
 def test_type(kind, model_type):
     ((_, reply, seconds),) = run_forked(worker.answer, [(kind, model_type)], 1, 120)

@@ -5,7 +5,10 @@ import dataclasses
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from tests.zoo import inputs as I
 from tests.zoo.compare import finite, run
@@ -52,7 +55,11 @@ def ruffle(model):
     tensors = [*model.parameters(), *(b for b in model.buffers() if b.dim() > 1)]
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+            if (
+                tensor.is_floating_point()
+                and tensor.numel() > 1
+                and bool((tensor == tensor.flatten()[0]).all())
+            ):
                 tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
     return model
 

@@ -21,7 +21,15 @@ from ..score import PairScore, learns
 from . import kernels, library
 from .kernels import norms, squared_norms
 
-__all__ = ["attend", "decodes", "norms", "resolve", "squared_norms", "supports", "unsupported_reason"]
+__all__ = [
+    "attend",
+    "decodes",
+    "norms",
+    "resolve",
+    "squared_norms",
+    "supports",
+    "unsupported_reason",
+]
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -58,7 +66,9 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> kernels.Decode
     if not (few and plain and on_cpu) or options.dropout_p or learns(score, value, options):
         return None
     readable = score.is_product or any(t.reader is not None for t in score.terms)
-    watched = _get_current_dispatch_mode() or is_transformed()  # who counts operators sees none here
+    watched = (
+        _get_current_dispatch_mode() or is_transformed()
+    )  # who counts operators sees none here
     return kernels.decode_layout(score, options) if readable and not watched else None
 
 
@@ -73,7 +83,9 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
         return "its tensors are not on the CPU"
     if score.dtype != torch.float32 or value.dtype == torch.float64:
         return "it is in float64"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (options.mask, options.bias)):
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (options.mask, options.bias)
+    ):
         return "its mask or bias wants a gradient"
     key = score.score_key
     if library.ready(key, options.softcap is not None):
@@ -85,4 +97,6 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
 def log_once(reason: str) -> None:
     """One line in the log for each reason; what could not be built has had its line there."""
     if "is not compiled" not in reason or not native.enabled():
-        logger.warning("hf_hyperattn: backend='cpu' cannot compute a call: %s; blockwise is used", reason)
+        logger.warning(
+            "hf_hyperattn: backend='cpu' cannot compute a call: %s; blockwise is used", reason
+        )

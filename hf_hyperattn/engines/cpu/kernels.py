@@ -104,7 +104,11 @@ def pack_call(
     pairs: list[int] = []
     mask = extras.get("mask")
     for extra in (mask, extras.get("bias")):
-        pairs += (0,) * 5 if extra is None else (extra.data_ptr(), *extra.expand(batch, heads, n, m).stride())
+        pairs += (
+            (0,) * 5
+            if extra is None
+            else (extra.data_ptr(), *extra.expand(batch, heads, n, m).stride())
+        )
     drop, mask_is_bool = options.dropout_p, mask is not None and mask.dtype == torch.bool
     call = CALL.pack(
         table, batch, heads, kv_heads, n, m, width, value.shape[-1],
@@ -126,7 +130,9 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     capped = a.options.softcap is not None
     loaded = library.TABLES.get((a.score_key, capped, "")) or library.require(a.score_key, capped)
     vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
-    call, alive = pack_call(loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse)
+    call, alive = pack_call(
+        loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse
+    )
     loaded.core.hyper_forward(call)
     del alive
     return out, lse
@@ -134,13 +140,20 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("hf_hyperattn::cpu_backward", mutates_args=(), schema=serialize.BACKWARD)
 def gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *settings
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    needs_grad: Sequence[bool],
+    *settings,
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for the extras that have none."""
     a = serialize.read(tensors, *settings)
     loaded = library.require(a.score_key, a.options.softcap is not None)
     vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
-    call, alive = pack_call(loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse)
+    call, alive = pack_call(
+        loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse
+    )
     all_gradients = backward(a, call, loaded.core, grad.float().contiguous(), lse)
     del alive
     return all_gradients
@@ -151,7 +164,9 @@ gradients.register_fake(serialize.fake_gradients)
 serialize.differentiable(forward, gradients, "cpu")
 
 
-def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Tensor, lse: Tensor) -> list[Tensor]:
+def backward(
+    a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Tensor, lse: Tensor
+) -> list[Tensor]:
     """All gradients, in the order of the operator's tensors; empty ones for what has none."""
     (batch, heads, n, _), (_, kv_heads, m, _) = a.query.shape, a.key.shape
     delta = lse.new_empty(a.query.shape[:3])
@@ -162,11 +177,17 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
     # where the sums have the shape of the gradient they need no memory of their own
     in_place = query.dtype == torch.float32 and chunks == 1 and padded == query.shape[-1]
     sums = query.zero_() if in_place else lse.new_zeros(chunks, batch, heads, n, padded)
-    extra = 1 + len(a.head) if a.head else 0  # of each row the residue and the mean slopes (see backward.h)
+    extra = (
+        1 + len(a.head) if a.head else 0
+    )  # of each row the residue and the mean slopes (see backward.h)
     row = [lse.new_zeros(chunks, batch, heads, n) for _ in range(len(a.row) + extra)]
     column = [lse.new_empty(batch, t.shape[1], m) for t in a.column]
     head = lse.new_zeros(chunks, batch, heads, len(a.head), dtype=torch.float64)
-    factors = {name: lse.new_empty(a.extras[name].shape) for name in serialize.LEARNED[:2] if name in a.extras}
+    factors = {
+        name: lse.new_empty(a.extras[name].shape)
+        for name in serialize.LEARNED[:2]
+        if name in a.extras
+    }
     column_heads = (ctypes.c_int64 * len(column))(*(t.shape[1] for t in column))
     tables = pointers(row), pointers(column), column_heads
     core.hyper_backward(
@@ -180,7 +201,9 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
     )  # fmt: skip
     row = [t.sum(0) for t in row]
     if "sinks" in a.extras:
-        top = lse[0].masked_fill(lse[0] == float("-inf"), float("inf"))  # a row of nothing but a sink of -inf
+        top = lse[0].masked_fill(
+            lse[0] == float("-inf"), float("inf")
+        )  # a row of nothing but a sink of -inf
         of_sinks = -torch.exp(a.extras["sinks"][:, None] - top) * lse[1] * delta
         factors["sinks"] = of_sinks.sum((0, 2))
     head = head.sum((0, 1))
@@ -269,7 +292,9 @@ def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
     loaded = library.load(score.score_key, options.softcap is not None, text)
     if loaded is None:
         return None
-    places = (_places([getattr(t.term, name) for t in terms], reader) for name in ("rows", "columns"))
+    places = (
+        _places([getattr(t.term, name) for t in terms], reader) for name in ("rows", "columns")
+    )
     return DecodeLayout(loaded, reader, reader is None or len(terms) > 1, *places)
 
 
@@ -282,7 +307,9 @@ def _places(counts: list[int], reader: int | None) -> ctypes.Array:
     return (ctypes.c_int64 * len(places))(*places)
 
 
-def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
+def decode(
+    layout: DecodeLayout, score: PairScore, value: Tensor, options: Options
+) -> tuple[Tensor, None]:
     """softmax(S)·V of a few queries in float32, [B, H, N, dv]; keys are read once, with all that scores need."""
     query, heads = score.raw_query, score.raw_query.shape[1]
     rows: list[Tensor] = []
@@ -300,7 +327,11 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
             columns += term.column
             head = term.head
         for number in head:
-            number = number.float().expand(heads) if isinstance(number, Tensor) else repeated(number, heads)[1]
+            number = (
+                number.float().expand(heads)
+                if isinstance(number, Tensor)
+                else repeated(number, heads)[1]
+            )
             numbers.append(number)
         if term.gate is not None:
             numbers.append(term.gate)
@@ -308,7 +339,11 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
     if options.aggregation is not None:
         averages, gate = options.aggregation.parameters, options.aggregation.gate
     steps: list[int] = []
-    for number in (*parameters, *averages, 0.0 if gate is None else gate):  # a number for each head, or one for all
+    for number in (
+        *parameters,
+        *averages,
+        0.0 if gate is None else gate,
+    ):  # a number for each head, or one for all
         if isinstance(number, Tensor):
             number = number.float().contiguous()
             alive.append(number)
@@ -321,12 +356,22 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
     vectors, statistics = (query, score.raw_key, value), (rows, columns, numbers)
     call, kept = pack_call(
-        layout.loaded.table, vectors, statistics, extras, options, query.shape[-1], score.scale, out, lse
+        layout.loaded.table,
+        vectors,
+        statistics,
+        extras,
+        options,
+        query.shape[-1],
+        score.scale,
+        out,
+        lse,
     )
     places = ctypes.addressof(layout.rows), ctypes.addressof(layout.columns)
     at, count = ctypes.addressof(flat), len(parameters)
     average = at + 16 * count, len(averages), 0 if gate is None else steps[-2], steps[-1]
-    layout.loaded.core.hyper_decode(call, DECODE.pack(at, count, layout.needs_dot, *places, *average))
+    layout.loaded.core.hyper_decode(
+        call, DECODE.pack(at, count, layout.needs_dot, *places, *average)
+    )
     del kept, alive
     return out, None
 
@@ -357,12 +402,25 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
         # while tracing no question about lengths, which would be a guard
-        raw = direct is not None and dtype == torch.float32 and x.dtype in serialize.RAW_DTYPES and type(x) is Tensor
+        raw = (
+            direct is not None
+            and dtype == torch.float32
+            and x.dtype in serialize.RAW_DTYPES
+            and type(x) is Tensor
+        )
         learns = x.requires_grad and torch.is_grad_enabled()
-        if not raw or learns or x.numel() <= SMALL or x.device.type != "cpu" or is_functorch_wrapped_tensor(x):
+        if (
+            not raw
+            or learns
+            or x.numel() <= SMALL
+            or x.device.type != "cpu"
+            or is_functorch_wrapped_tensor(x)
+        ):
             squares.append(_squared_norms(x, dtype, width))
             continue
-        x = x if x.stride(-1) == 1 else x.contiguous()  # as the operator does it, without its overhead
+        x = (
+            x if x.stride(-1) == 1 else x.contiguous()
+        )  # as the operator does it, without its overhead
         squares.append(x.new_empty(x.shape[:3], dtype=torch.float32))
         half, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
         numbers = half, *x.shape[:3], width, x.shape[3], False, threads
@@ -390,11 +448,31 @@ def norms_compiled(x: Tensor, dtype: torch.dtype) -> bool:
     return x.device.type == "cpu" and x.dtype != torch.float16 and library.core_is_ready()
 
 
-def pack_norms(x: Tensor, width: int, root: bool, out: Tensor, grad: Tensor | None = None, to: Tensor | None = None):
+def pack_norms(
+    x: Tensor,
+    width: int,
+    root: bool,
+    out: Tensor,
+    grad: Tensor | None = None,
+    to: Tensor | None = None,
+):
     """`struct NormCall`."""
-    threads, addresses = torch.get_num_threads(), (0 if t is None else t.data_ptr() for t in (out, grad, to))
+    threads, addresses = (
+        torch.get_num_threads(),
+        (0 if t is None else t.data_ptr() for t in (out, grad, to)),
+    )
     half = x.dtype == torch.bfloat16
-    return NORMS.pack(x.data_ptr(), *x.stride()[:3], half, *x.shape[:3], width, x.shape[3], root, threads, *addresses)
+    return NORMS.pack(
+        x.data_ptr(),
+        *x.stride()[:3],
+        half,
+        *x.shape[:3],
+        width,
+        x.shape[3],
+        root,
+        threads,
+        *addresses,
+    )
 
 
 @torch.library.custom_op("hf_hyperattn::norms", mutates_args=())

@@ -84,7 +84,9 @@ def core() -> Any:
     """The engine itself (a `ctypes.CDLL`), or None where it cannot be built or compiled kernels are turned off."""
     setting = os.environ.get(native.SETTING)
     if setting not in CORES:
-        engine = CORES[setting] = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
+        engine = CORES[setting] = (
+            native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
+        )
         if engine is not None:
             engine.hyper_padded.restype = engine.hyper_tile_keys.restype = ctypes.c_int64
     return CORES[setting]
@@ -154,7 +156,9 @@ def require(score_key: str, capped: bool) -> Loaded:
     """
     loaded = load(score_key, capped)
     if loaded is None:
-        raise RuntimeError(f"hf_hyperattn: the compiled score {score_key} is not there; use backend='auto'")
+        raise RuntimeError(
+            f"hf_hyperattn: the compiled score {score_key} is not there; use backend='auto'"
+        )
     return loaded
 
 
@@ -176,12 +180,18 @@ def text_of(score_key: str, capped: bool, *readers: str) -> str:
     pieces, tables, functors = [], [], ""
     for i, (term, gated, caps) in enumerate(parse_score_key(score_key)):
         functors += emitted(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
-        pieces.append(f"hyper::Piece<hyper::Emitted{i}, {boolean(gated)}, {boolean(caps and capped)}>")
+        pieces.append(
+            f"hyper::Piece<hyper::Emitted{i}, {boolean(gated)}, {boolean(caps and capped)}>"
+        )
     for i, reader in enumerate(readers or ("",)):
         index, _, names = reader.partition(" ")
         name, _, average = names.partition(" > ")
-        structs = {f"Reader{i}": name} | {f"{part.title()}{i}": f"{average} {part}" for part in PARTS if average}
-        functors += "".join(emitted_reader(READERS[of], struct) for struct, of in structs.items() if reader)
+        structs = {f"Reader{i}": name} | {
+            f"{part.title()}{i}": f"{average} {part}" for part in PARTS if average
+        }
+        functors += "".join(
+            emitted_reader(READERS[of], struct) for struct, of in structs.items() if reader
+        )
         read = f"hyper::ReadBy<{index}, hyper::Reader{i}>"
         if average:
             read = f"hyper::Averaging<{read}, hyper::Lift{i}, hyper::Land{i}>"

@@ -63,7 +63,9 @@ KEPT = len(BY)
 
 def serves(*tensors: Tensor) -> bool:
     """Whether the compiled kernel can compute a call with these queries, keys and values."""
-    suitable = all(t.dtype in (torch.float32, torch.bfloat16) and t.device.type == "cpu" for t in tensors)
+    suitable = all(
+        t.dtype in (torch.float32, torch.bfloat16) and t.device.type == "cpu" for t in tensors
+    )
     return suitable and can_read(*tensors) and not is_transformed() and library.core_is_ready()
 
 
@@ -90,7 +92,9 @@ def _shapes_of(rules: Sequence[int], queries: int, keys: int) -> tuple[tuple[int
     width, shapes = len(HeadRule._fields), []
     for i in range(0, len(rules), width):
         rule = HeadRule(*rules[i : i + width])
-        shapes.append((queries // rule.chunk + 2, min(rule.top, keys // rule.page)) if rule.page else (0, 0))
+        shapes.append(
+            (queries // rule.chunk + 2, min(rule.top, keys // rule.page)) if rule.page else (0, 0)
+        )
     return tuple(shapes)
 
 
@@ -108,7 +112,9 @@ def _flat(rules: tuple[HeadRule, ...]) -> tuple[int, ...]:
     return tuple(number for rule in rules for number in rule)
 
 
-def shapes_of_choice(rules: Sequence[HeadRule], queries: int, keys: int) -> tuple[tuple[int, int], ...]:
+def shapes_of_choice(
+    rules: Sequence[HeadRule], queries: int, keys: int
+) -> tuple[tuple[int, int], ...]:
     """`Layout.shapes` of these rules."""
     return layout_of(_flat(tuple(rules)), queries, keys).shapes
 
@@ -149,7 +155,9 @@ def compute(
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(2, *query.shape[:3])
     places = rules, spans, offset, scale
-    call, alive = pack(tensors, chosen.contiguous(), *places, out, lse, 0, softcap, window, sinks, bias)
+    call, alive = pack(
+        tensors, chosen.contiguous(), *places, out, lse, 0, softcap, window, sinks, bias
+    )
     library.core().hyper_selected_forward(call)
     del alive
     return out, lse
@@ -174,29 +182,54 @@ def gradients(
     tensors, core = [_rows(t) for t in (query, key, value)], library.core()
     grad, out, lse = grad.float().contiguous(), out.contiguous(), lse.contiguous()
     places = rules, spans, offset, scale
-    call, alive = pack(tensors, chosen.contiguous(), *places, out, lse, 0, softcap, window, sinks, bias)
+    call, alive = pack(
+        tensors, chosen.contiguous(), *places, out, lse, 0, softcap, window, sinks, bias
+    )
     parts = chunks_of(key.shape[0] * key.shape[1], -(-query.shape[2] // LEAST_PART))
     d_query = grad.new_empty(query.shape)
     padded = [core.hyper_padded(ctypes.c_int64(t.shape[-1])) for t in (key, value)]
     sums = [grad.new_zeros(parts, *key.shape[:3], width) for width in padded]
-    slots = GRADIENTS.pack(grad.data_ptr(), d_query.data_ptr(), parts, *(t.data_ptr() for t in sums))
+    slots = GRADIENTS.pack(
+        grad.data_ptr(), d_query.data_ptr(), parts, *(t.data_ptr() for t in sums)
+    )
     core.hyper_selected_backward(call, slots)
     del alive
     d_key, d_value = (
-        t.sum(0)[..., : like.shape[-1]].to(like.dtype).clone() for t, like in zip(sums, (key, value), strict=True)
+        t.sum(0)[..., : like.shape[-1]].to(like.dtype).clone()
+        for t, like in zip(sums, (key, value), strict=True)
     )
     d_sinks = grad.new_empty(0) if sinks is None else _gradient_of_sinks(grad, sinks, out, lse)
     return d_query.to(query.dtype), d_key, d_value, d_sinks
 
 
 @gradients.register_fake
-def _(grad, out, lse, query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias):
-    d_sinks = grad.new_empty(0, dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
+def _(
+    grad,
+    out,
+    lse,
+    query,
+    key,
+    value,
+    chosen,
+    rules,
+    spans,
+    offset,
+    scale,
+    softcap,
+    window,
+    sinks,
+    bias,
+):
+    d_sinks = (
+        grad.new_empty(0, dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
+    )
     return *(t.new_empty(t.shape) for t in (query, key, value)), d_sinks
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale, ctx.softcap, ctx.window, sinks, bias = inputs
+    *tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale, ctx.softcap, ctx.window, sinks, bias = (
+        inputs
+    )
     ctx.save_for_backward(*output, *tensors, sinks, bias)
 
 
@@ -229,7 +262,9 @@ def compute_choice(
     out = query.new_empty(0, dtype=torch.float32)
     call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out, earlier, window=window)
     empty = MATRIX.pack(0, 0, 0, 0)
-    of_heads = b"".join(MATRIX.pack(t.data_ptr(), *t.stride()[:3]) if t.numel() else empty for t in summaries)
+    of_heads = b"".join(
+        MATRIX.pack(t.data_ptr(), *t.stride()[:3]) if t.numel() else empty for t in summaries
+    )
     matrices = ctypes.create_string_buffer(of_heads or empty * query.shape[1])
     slots = CHOICE.pack(earlier, chosen.data_ptr(), ctypes.addressof(matrices))
     library.core().hyper_selected_choice(call, slots)
@@ -250,7 +285,9 @@ def is_direct(*tensors: Tensor) -> bool:
 
 
 def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int]:
-    shapes = _shapes_of(rules, query.shape[2] - earlier, keys)  # numbers may be symbols here, which have no hash
+    shapes = _shapes_of(
+        rules, query.shape[2] - earlier, keys
+    )  # numbers may be symbols here, which have no hash
     return query.shape[0], sum(chunks * most for chunks, most in shapes)
 
 
@@ -304,7 +341,13 @@ def chosen_pages(
 
 @torch.no_grad()
 def page_summaries(
-    key: Tensor, out: Tensor, page: int, bounds: int, starts: Sequence[int], begin: Sequence[int], end: Sequence[int]
+    key: Tensor,
+    out: Tensor,
+    page: int,
+    bounds: int,
+    starts: Sequence[int],
+    begin: Sequence[int],
+    end: Sequence[int],
 ) -> None:
     """Write summaries of pages: the mean of their keys, or with bounds the largest and then the least, by channel.
 
@@ -335,7 +378,9 @@ def _check_choice(chosen: Tensor, batch: int, layout: Layout) -> None:
 
 def _check_spans(starts: Sequence[int], stops: Sequence[int], keys: int) -> None:
     if not all(0 <= start <= stop <= keys for start, stop in zip(starts, stops, strict=True)):
-        raise ValueError(f"selected attention: spans {starts}, {stops}; allowed: 0 <= start <= stop <= {keys} keys")
+        raise ValueError(
+            f"selected attention: spans {starts}, {stops}; allowed: 0 <= start <= stop <= {keys} keys"
+        )
 
 
 def selected_attention(
@@ -376,7 +421,9 @@ def selected_attention(
     """
     batch, heads, n, d = query.shape
     if len(rules) != heads:
-        raise ValueError(f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head")
+        raise ValueError(
+            f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head"
+        )
     flat = _flat(tuple(rules))
     layout = layout_of(flat, n, key.shape[2])
     if chosen is None:
@@ -385,7 +432,11 @@ def selected_attention(
     _check_spans(starts, stops, key.shape[2])
     _check_choice(chosen.rows, batch, layout)
     scale = float(d**-0.5 if scale is None else scale)
-    run = compute if is_direct(query, key, value, *(t for t in (sinks,) if t is not None)) else forward
+    run = (
+        compute
+        if is_direct(query, key, value, *(t for t in (sinks,) if t is not None))
+        else forward
+    )
     extras = softcap or 0.0, window or 0, sinks, bias
     out, _ = run(query, key, value, chosen.rows, flat, [*starts, *stops], offset, scale, *extras)
     return out.to(query.dtype)

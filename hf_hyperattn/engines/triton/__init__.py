@@ -37,7 +37,9 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     Products are of half precision where the caller's tensors are, all else is float32. Gradients are the same from run
     to run.
     """
-    return serialize.call(operator.forward, score.score_key, True, score, value, options, convert=mixed_dtypes)
+    return serialize.call(
+        operator.forward, score.score_key, True, score, value, options, convert=mixed_dtypes
+    )
 
 
 def mixed_dtypes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +104,9 @@ def obstacle_of_device(device: str, index: int | None) -> str | None:
 @functools.cache
 def log_once(reason: str) -> None:
     """One line in the log for each reason."""
-    logger.warning("hf_hyperattn: the Triton kernels cannot compute a call (%s); another engine does", reason)
+    logger.warning(
+        "hf_hyperattn: the Triton kernels cannot compute a call (%s); another engine does", reason
+    )
 
 
 def supports(score: PairScore, value: Tensor, options: Options) -> bool:

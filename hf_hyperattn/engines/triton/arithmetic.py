@@ -30,7 +30,11 @@ def smaller(a, b):
 @triton.jit
 def exp(x):
     """e^x; a plain product x · log2(e) would lose the digits that its integer part takes."""
-    x = tl.minimum(tl.maximum(x, -150.0, propagate_nan=tl.PropagateNan.ALL), 150.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(
+        tl.maximum(x, -150.0, propagate_nan=tl.PropagateNan.ALL),
+        150.0,
+        propagate_nan=tl.PropagateNan.ALL,
+    )
     n = tl.floor(x * LOG2E + 0.5)
     rest = (x - n * LN2_SHORT) - n * LN2_REST
     half = tl.floor(n * 0.5)  # in two steps: 2^n alone leaves the range before e^x does

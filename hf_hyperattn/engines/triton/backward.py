@@ -50,7 +50,9 @@ def store_vectors(D_X, D_NUMBERS, d_x, x, by_number, scale, factor, start, lines
         tl.store(D_NUMBERS + place * (COUNT + D_FACTORS) + index, by_number[index], mask=there)
     d_x = multiplied(d_x, scale, None, None)
     if D_FACTORS:
-        tl.store(D_NUMBERS + place * (COUNT + 1) + COUNT, tl.sum(d_x * x, 1), mask=there)  # x has zeros beyond W
+        tl.store(
+            D_NUMBERS + place * (COUNT + 1) + COUNT, tl.sum(d_x * x, 1), mask=there
+        )  # x has zeros beyond W
     d_x = tl.where(width < W, multiplied(d_x, factor, None, None), 0.0)
     tl.store(D_X + place[:, None] * D + width, d_x, mask=there[:, None] & (width < D))
 
@@ -94,10 +96,17 @@ def attention_backward_query(
         tl.store(record + 2, share, mask=inside)
     head = load_parameters(HEAD, h, heads, HEADS)
     keys, values = head_of(K, b, kv), head_of(V, b, kv)
-    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m * (COLUMNS + FACTORS)
+    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m * (
+        COLUMNS + FACTORS
+    )
 
     d_q = tl.zeros([BM, BD], tl.float32)
-    d_rows, d_heads, means, row_means = zeros(BM, D_ROWS), zeros(BM, D_HEADS), zeros(BM, D_HEADS), zeros(BM, D_ROWS)
+    d_rows, d_heads, means, row_means = (
+        zeros(BM, D_ROWS),
+        zeros(BM, D_HEADS),
+        zeros(BM, D_HEADS),
+        zeros(BM, D_ROWS),
+    )
     residue, doubt = tl.zeros([BM], tl.float32), tl.full([BM, BN], 0, tl.int1)
     low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
     for EDGE in tl.static_range(2):
@@ -129,7 +138,10 @@ def attention_backward_query(
                 _, by_weight, _, _ = PULL(p, dot, square, row, column, head, softcap)
                 row_means = sums(row_means, by_weight, None, D_ROWS)
             if D_HEADS:
-                d_heads, means = sums(d_heads, slopes, d_s, D_HEADS), sums(means, slopes, p, D_HEADS)
+                d_heads, means = (
+                    sums(d_heads, slopes, d_s, D_HEADS),
+                    sums(means, slopes, p, D_HEADS),
+                )
             residue += tl.sum(d_s, 1)
             if d_dot is not None:
                 d_q += product(multiplied(d_dot, factor_k, None, None).to(k.dtype), tl.trans(k))
@@ -141,15 +153,41 @@ def attention_backward_query(
         if share is not None:
             sink *= share
         residue -= tl.sum(sink * delta, 1)
-    tl.store(record + 1, delta + residue[:, None], mask=inside)  # so that nothing is left for the other kernel
-    d_rows, d_heads = less(d_rows, row_means, residue, D_ROWS), less(d_heads, means, residue, D_HEADS)
+    tl.store(
+        record + 1, delta + residue[:, None], mask=inside
+    )  # so that nothing is left for the other kernel
+    d_rows, d_heads = (
+        less(d_rows, row_means, residue, D_ROWS),
+        less(d_heads, means, residue, D_HEADS),
+    )
     for index in tl.static_range(D_HEADS):
-        tl.store(D_HEAD + index * row_step.to(tl.int64) + bh * n + own, d_heads[index], mask=own < n)
-    store_vectors(D_Q, D_ROW, d_q, q, d_rows, scale, factor_q, first, n, bh * n, D_ROWS, D_FACTORS, W, D, BM, BD)
+        tl.store(
+            D_HEAD + index * row_step.to(tl.int64) + bh * n + own, d_heads[index], mask=own < n
+        )
+    store_vectors(
+        D_Q,
+        D_ROW,
+        d_q,
+        q,
+        d_rows,
+        scale,
+        factor_q,
+        first,
+        n,
+        bh * n,
+        D_ROWS,
+        D_FACTORS,
+        W,
+        D,
+        BM,
+        BD,
+    )
 
 
 @triton.jit
-def queries_in_reach(first, last, n, offset, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BM: tl.constexpr):
+def queries_in_reach(
+    first, last, n, offset, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BM: tl.constexpr
+):
     """Of queries: the first and the end that can see some of the keys `first` to `last` by position, the first cut to
     a multiple of BM; and the start, such a multiple, of those that see all of them.
     """
@@ -216,7 +254,10 @@ def attention_backward_key(
                 records = RECORD + bh * n * (ROWS + FACTORS + (2 if FUSED else 3))
                 row = load_records(records, i, BM, ROWS + FACTORS + (2 if FUSED else 3), PACK)
                 factor_q = row[ROWS] if FACTORS else None
-                lse, delta = tl.where(there, row[ROWS + FACTORS], float("inf")), row[ROWS + FACTORS + 1]
+                lse, delta = (
+                    tl.where(there, row[ROWS + FACTORS], float("inf")),
+                    row[ROWS + FACTORS + 1],
+                )
                 dot = multiplied(product(k, q), scale, factor_q, factor_k)
                 s, square, inexact = logits(
                     dot, row, column, head, softcap, MASKS, queries, keys, scale, factor_q, factor_k,
@@ -233,13 +274,32 @@ def attention_backward_key(
                     factor = kept(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
                     d_p, dropped = d_p * factor, p * factor
                 d_v += product(dropped.to(v.dtype), tl.trans(grad))
-                d_dot, _, by_column, _ = PULL(p * (d_p - delta), dot, square, row, column, head, softcap)
+                d_dot, _, by_column, _ = PULL(
+                    p * (d_p - delta), dot, square, row, column, head, softcap
+                )
                 d_columns = sums(d_columns, by_column, None, D_COLUMNS)
                 if d_dot is not None:
                     d_k += product(multiplied(d_dot, factor_q, None, None).to(q.dtype), tl.trans(q))
 
     tell(DOUBT, doubt, CAREFUL)
     store_vectors(
-        D_K, D_COLUMN, d_k, k, d_columns, scale, factor_k, block * BN, m, bh * m, D_COLUMNS, D_FACTORS, W, D, BN, BD
+        D_K,
+        D_COLUMN,
+        d_k,
+        k,
+        d_columns,
+        scale,
+        factor_k,
+        block * BN,
+        m,
+        bh * m,
+        D_COLUMNS,
+        D_FACTORS,
+        W,
+        D,
+        BN,
+        BD,
     )
-    store_vectors(D_V, D_COLUMN, d_v, v, (), None, None, block * BN, m, bh * m, 0, 0, DV, DV, BN, BDV)
+    store_vectors(
+        D_V, D_COLUMN, d_v, v, (), None, None, block * BN, m, bh * m, 0, 0, DV, DV, BN, BDV
+    )

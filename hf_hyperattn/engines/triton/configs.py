@@ -82,7 +82,11 @@ def configs(kernel: str, width: int, item: int, narrowest: int) -> Sequence[Conf
     if INTERPRETED.value:
         return INTERPRETER
     found = CONFIGS[kernel][max(64, width * item // 2)]
-    return found if narrowest > 16 else [c for c in found if c.warps < 8 or 64 not in (c.rows, c.columns)]
+    return (
+        found
+        if narrowest > 16
+        else [c for c in found if c.warps < 8 or 64 not in (c.rows, c.columns)]
+    )
 
 
 def few(width: int, item: int) -> tuple[int, int]:
@@ -122,7 +126,9 @@ def measurable(tried: Sequence[Config]) -> bool:
 def seconds(run: Callable[[Config], None], config: Config) -> float:
     """The time of a launch; infinite where the chip has too little for it."""
     try:
-        median: Any = triton.testing.do_bench(lambda: run(config), warmup=10, rep=40, return_mode="median")
+        median: Any = triton.testing.do_bench(
+            lambda: run(config), warmup=10, rep=40, return_mode="median"
+        )
         return median
     except OutOfResources:
         return float("inf")

@@ -60,10 +60,26 @@ def rows_of(number, n, heads, GROUP: tl.constexpr, PACKED: tl.constexpr, BM: tl.
     line = block * BM + tl.arange(0, BM)[:, None]
     if PACKED:
         b, kv = number // (heads // GROUP), number % (heads // GROUP)
-        return b, kv, kv * GROUP + tl.minimum(line // n, GROUP - 1), line % n, line < n * GROUP, 0, n - 1
+        return (
+            b,
+            kv,
+            kv * GROUP + tl.minimum(line // n, GROUP - 1),
+            line % n,
+            line < n * GROUP,
+            0,
+            n - 1,
+        )
     else:
         b, h = number // heads, number % heads
-        return b, h // GROUP, h, tl.minimum(line, n - 1), line < n, block * BM, tl.minimum(block * BM + BM, n) - 1
+        return (
+            b,
+            h // GROUP,
+            h,
+            tl.minimum(line, n - 1),
+            line < n,
+            block * BM,
+            tl.minimum(block * BM + BM, n) - 1,
+        )
 
 
 @triton.jit
@@ -125,12 +141,16 @@ def attention_forward(
     if nothing_to_do(DOUBT, CAREFUL):
         return
     part = tl.program_id(0) % PARTS
-    b, kv, h, i, inside, first, last = rows_of(tl.program_id(0) // PARTS, n, heads, GROUP, PACKED, BM)
+    b, kv, h, i, inside, first, last = rows_of(
+        tl.program_id(0) // PARTS, n, heads, GROUP, PACKED, BM
+    )
     bh = (b * heads + h).to(tl.int64)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
     queries = head_of(Q, b, h)
-    q = load_vectors(queries, i, width[None, :], n, W, W < BD, True)  # zeros keep out what is beyond W
+    q = load_vectors(
+        queries, i, width[None, :], n, W, W < BD, True
+    )  # zeros keep out what is beyond W
     row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
     head = load_parameters(HEAD, h, heads, HEADS)
@@ -207,5 +227,7 @@ def combine(OUT, LSE, SUM, PART_OUT, PART_TOP, row_step, PARTS: tl.constexpr, FU
     pointers = PART_OUT + (parts * row_step + place)[:, None] * DV + width[None, :]
     there = (parts < PARTS)[:, None] & (width < DV)[None, :]
     total = tl.sum(tl.load(pointers, mask=there, other=0.0) * shrink[:, None], 0)
-    tl.store(OUT + place * DV + width, total * tl.where(weight > 0, 1 / weight, 0.0), mask=width < DV)
+    tl.store(
+        OUT + place * DV + width, total * tl.where(weight > 0, 1 / weight, 0.0), mask=width < DV
+    )
     store_sums(LSE, place, row_step, base, weight, place < row_step, True, FUSED)

@@ -75,7 +75,10 @@ class TritonCall:
             "K": strided(self.key),
             "V": strided(self.value),
             "NUMBERS": (self.row, self.column, self.head),
-            "MASKS": (pairs(mask.view(torch.uint8) if mask is not None and truth else mask), pairs(bias)),
+            "MASKS": (
+                pairs(mask.view(torch.uint8) if mask is not None and truth else mask),
+                pairs(bias),
+            ),
             "SEED": self.seed,
             "heads": self.heads,
             "n": self.n,
@@ -108,7 +111,9 @@ class TritonCall:
             "BDV": padded(self.dv),
         }
 
-    def run(self, name: str, kernel, lines: tuple[int, int, int], arguments: dict, numbers: int) -> None:
+    def run(
+        self, name: str, kernel, lines: tuple[int, int, int], arguments: dict, numbers: int
+    ) -> None:
         """Launch a kernel for every block of `lines[2]` rows or columns of lines[0] x lines[1] heads; the lines that it
         walks over have so many numbers.
         """
@@ -127,7 +132,9 @@ class TritonCall:
         )
 
         def launch(config: Config) -> None:
-            walked, other = (config.columns, config.rows) if name == "key" else (config.rows, config.columns)
+            walked, other = (
+                (config.columns, config.rows) if name == "key" else (config.rows, config.columns)
+            )
             programs = int(triton.cdiv(lines[2], walked)) * lines[0] * lines[1]
             # twice where distances are read, see `tile.nothing_to_do`
             doubt = self.query.new_empty(programs, dtype=torch.int32) if self.measures else None
@@ -163,7 +170,11 @@ def pack(numbers: int, lines: int, warps: int) -> int:
     """In how wide a tile the numbers of so many lines are read, see `tile.load_records`: where it has fewer elements
     than there are threads, the compiler reads number by number after all.
     """
-    return min(16, max(2, int(triton.next_power_of_2(max(1, numbers))), 32 * warps // lines)) if numbers <= 16 else 1
+    return (
+        min(16, max(2, int(triton.next_power_of_2(max(1, numbers))), 32 * warps // lines))
+        if numbers <= 16
+        else 1
+    )
 
 
 def slack(width: int, item: int) -> float:
@@ -222,38 +233,65 @@ def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tenso
         top, total = (lse.new_empty(parts, *lse[0].shape) for _ in range(2))
         target = (out.new_empty(parts, *out.shape), top, total)
     arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
-    arguments |= {"DOUBT": None, "CAREFUL": call.measures}  # one launch more would take longer than branching
+    arguments |= {
+        "DOUBT": None,
+        "CAREFUL": call.measures,
+    }  # one launch more would take longer than branching
     columns, stages = few(*call.size)
     kernels: tuple[Any, Any] = attention_forward, combine  # which take a launch's own arguments too
     wide = pack(call.column.shape[-1], columns, 4)
-    kernels[0][(blocks * parts,)](**arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages)
+    kernels[0][(blocks * parts,)](
+        **arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages
+    )
     if parts > 1:
-        sizes = {"PARTS": parts, "FUSED": call.fused, "DV": call.dv, "BP": triton.next_power_of_2(parts)}
+        sizes = {
+            "PARTS": parts,
+            "FUSED": call.fused,
+            "DV": call.dv,
+            "BP": triton.next_power_of_2(parts),
+        }
         rows = lse[0].numel()
-        kernels[1][(rows,)](*(out, lse, target[2], target[0], target[1], rows), **sizes, BDV=arguments["BDV"])
+        kernels[1][(rows,)](
+            *(out, lse, target[2], target[0], target[1], rows), **sizes, BDV=arguments["BDV"]
+        )
 
 
 def parts_for(keys: int, blocks: int, device: torch.device) -> int:
     """Into how many parts, a power of two, keys are split: about two programs for each multiprocessor."""
-    chips = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    chips = (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 8
+    )
     most = max(1, min(MOST_PARTS, keys // PART, 2 * chips // blocks))
     return 2 ** (most.bit_length() - 1)
 
 
-def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: OperatorCall) -> list[Tensor]:
+def backward(
+    call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: OperatorCall
+) -> list[Tensor]:
     """Gradients of all tensors of the operator in their order; `needs` says whose statistics' and parameters' count."""
     made, like = call.emitted, call.query
     grad = lined(grad.to(call.value.dtype))  # products are of that dtype
     shape, key_shape = (call.batch, call.heads, call.n), (call.batch, call.heads, call.m)
-    by_key = None if call.heads == call.kv_heads else torch.float32  # for shared keys one sum of each query head
+    by_key = (
+        None if call.heads == call.kv_heads else torch.float32
+    )  # for shared keys one sum of each query head
     d_query = torch.empty_like(like, memory_format=torch.contiguous_format)
-    d_key, d_value = (t.new_zeros((*key_shape, t.shape[-1]), dtype=by_key) for t in (call.key, call.value))
+    d_key, d_value = (
+        t.new_zeros((*key_shape, t.shape[-1]), dtype=by_key) for t in (call.key, call.value)
+    )
     rows = made.rows if any(needs.row) else ()
     columns = made.columns if any(needs.column) else ()
     heads = made.heads if any(needs.head) else ()
-    row_factor, column_factor = (int(bool(needs.extras.get(n, False))) for n in ("query_factor", "key_factor"))
+    row_factor, column_factor = (
+        int(bool(needs.extras.get(n, False))) for n in ("query_factor", "key_factor")
+    )
     new = lambda *shape: like.new_zeros(shape, dtype=torch.float32)
-    d_row, d_column = new(*shape, len(rows) + row_factor), new(*key_shape, len(columns) + column_factor)
+    d_row, d_column = (
+        new(*shape, len(rows) + row_factor),
+        new(*key_shape, len(columns) + column_factor),
+    )
     d_head = new(len(heads), *shape)
     if call.empty:
         d_query.zero_()
@@ -261,15 +299,36 @@ def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: Op
         # of each query: its statistics, its factor, and what the first kernel leaves there for the second
         record = new(*shape, call.row.shape[-1] + (2 if call.fused else 3))
         record[..., : call.row.shape[-1]] = call.row
-        shared = call.numbers() | {"GRAD": strided(grad), "PULL": call.functions["pull"], "RECORD": record}
-        by_row: dict = {"SINKS": call.sinks, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
-        by_row |= {"D_ROWS": len(rows), "D_FACTORS": row_factor, "D_HEADS": len(heads), "row_step": lse[0].numel()}
+        shared = call.numbers() | {
+            "GRAD": strided(grad),
+            "PULL": call.functions["pull"],
+            "RECORD": record,
+        }
+        by_row: dict = {
+            "SINKS": call.sinks,
+            "OUT": out,
+            "LSE": lse,
+            "D_Q": d_query,
+            "D_ROW": d_row,
+            "D_HEAD": d_head,
+        }
+        by_row |= {
+            "D_ROWS": len(rows),
+            "D_FACTORS": row_factor,
+            "D_HEADS": len(heads),
+            "row_step": lse[0].numel(),
+        }
         by_column: dict = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
         by_column |= {"D_COLUMNS": len(columns), "D_FACTORS": column_factor}
         with on(like.device):
-            call.run("query", attention_backward_query, shape, shared | by_row, call.column.shape[-1])
+            call.run(
+                "query", attention_backward_query, shape, shared | by_row, call.column.shape[-1]
+            )
             call.run("key", attention_backward_key, key_shape, shared | by_column, record.shape[-1])
-    d_key, d_value = (shared_sum(d, call.kv_heads).to(t.dtype) for d, t in ((d_key, call.key), (d_value, call.value)))
+    d_key, d_value = (
+        shared_sum(d, call.kv_heads).to(t.dtype)
+        for d, t in ((d_key, call.key), (d_value, call.value))
+    )
     by_name: dict[str, Tensor] = {}
     if row_factor:
         by_name["query_factor"] = d_row[..., -1].clone()
@@ -284,7 +343,10 @@ def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: Op
         *unpacked(d_row, rows, call.a.row),
         *unpacked(d_column, columns, call.a.column),
         *unpacked(d_head.sum((1, 3), dtype=torch.float64).float().mT, heads, call.a.head),
-        *(by_name.get(n, t.new_zeros(t.shape if n in LEARNED else 0, dtype=torch.float32)) for n, t in extras),
+        *(
+            by_name.get(n, t.new_zeros(t.shape if n in LEARNED else 0, dtype=torch.float32))
+            for n, t in extras
+        ),
     ]
 
 
@@ -292,7 +354,9 @@ def unpacked(gradients: Tensor, places: tuple[int, ...], tensors: Sequence[Tenso
     """The gradients of these statistics [B, H or Hkv, L] or parameters [H]: of those at these places they lie side by
     side in [..., k], those of others are 0.
     """
-    by_place = dict(zip(places, gradients.unbind(-1), strict=False))  # after them may come that of a factor
+    by_place = dict(
+        zip(places, gradients.unbind(-1), strict=False)
+    )  # after them may come that of a factor
     return [
         (shared_sum(by_place[i], t.shape[1]) if t.dim() > 1 else by_place[i]).clone()
         if i in by_place

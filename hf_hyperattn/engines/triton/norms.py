@@ -22,7 +22,16 @@ def place_of(row, heads, length, strides):
 
 @triton.jit(do_not_specialize=["rows", "length"])
 def norms_forward(
-    X, OUT, strides, rows, heads, length, WIDTH: tl.constexpr, ROOT: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr
+    X,
+    OUT,
+    strides,
+    rows,
+    heads,
+    length,
+    WIDTH: tl.constexpr,
+    ROOT: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
 ):
     """OUT [rows]: norms of the rows' first WIDTH numbers, without ROOT their squares."""
     row, width = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)[None, :]
@@ -81,4 +90,6 @@ def backward(grad: Tensor, x: Tensor, out: Tensor, width: int, root: bool, to: T
     programs, shape, constants = sizes(x, width, root)
     if programs:
         with on(x.device):
-            norms_backward[(programs,)](grad, x, out, to, *shape, **constants, **{"ALL": x.shape[-1]})
+            norms_backward[(programs,)](
+                grad, x, out, to, *shape, **constants, **{"ALL": x.shape[-1]}
+            )

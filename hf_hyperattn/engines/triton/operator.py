@@ -21,15 +21,24 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     return launch.forward(launch.TritonCall(serialize.read(tensors, *settings)))
 
 
-@torch.library.custom_op("hf_hyperattn::triton_backward", mutates_args=(), schema=serialize.BACKWARD)
+@torch.library.custom_op(
+    "hf_hyperattn::triton_backward", mutates_args=(), schema=serialize.BACKWARD
+)
 def gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *settings
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor],
+    needs_grad: Sequence[bool],
+    *settings,
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for the extras that have none, 0 for statistics and parameters that need none."""
     from . import launch
 
     needs = serialize.read(needs_grad, *settings)  # type: ignore[arg-type]  # the same places
-    return launch.backward(launch.TritonCall(serialize.read(tensors, *settings)), grad, out, lse, needs)
+    return launch.backward(
+        launch.TritonCall(serialize.read(tensors, *settings)), grad, out, lse, needs
+    )
 
 
 forward.register_fake(serialize.fake_output)

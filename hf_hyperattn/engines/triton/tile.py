@@ -43,7 +43,9 @@ def head_of(vectors, b, h):
 
 
 @triton.jit
-def load_vectors(vectors, line, width, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr):
+def load_vectors(
+    vectors, line, width, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr
+):
     """Vectors number `line` of `lines`, whose components number `width` run along the other axis.
 
     vectors: as of `head_of`. PADDED: there are more columns than WIDTH. INSIDE: all lines are there.
@@ -74,7 +76,9 @@ def halves(tiles, N: tl.constexpr, WIDTH: tl.constexpr):
     """Each tile [N, WIDTH] of a tuple split into its even columns and its odd ones: first the former of all tiles."""
     even, odd = (), ()
     for index in tl.static_range(len(tiles)):
-        a, b = tl.split(tiles[index] if WIDTH == 2 else tl.reshape(tiles[index], (N, WIDTH // 2, 2)))
+        a, b = tl.split(
+            tiles[index] if WIDTH == 2 else tl.reshape(tiles[index], (N, WIDTH // 2, 2))
+        )
         even, odd = even + (a,), odd + (b,)
     return even + odd
 
@@ -93,7 +97,9 @@ def load_records(start, line, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.con
         place = tl.arange(0, PACK)[None, :]
         pointers = start + tl.trans(line).to(tl.int64) * COUNT + place
         # splitting halves of halves leaves the columns in their order
-        parts = halves((tl.load(pointers, mask=(place < COUNT) & (tl.trans(line) >= 0), other=0.0),), N, PACK)
+        parts = halves(
+            (tl.load(pointers, mask=(place < COUNT) & (tl.trans(line) >= 0), other=0.0),), N, PACK
+        )
         if PACK >= 4:
             parts = halves(parts, N, PACK // 2)
         if PACK >= 8:
@@ -268,8 +274,12 @@ def in_reach(i, j, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
 def kept(seed, bh, i, j, dropout):
     """1 where dropout leaves a pair, else 0: a function of the pair's place alone, whatever the tiles."""
     zero = (i + j) * 0
-    bits, _, _, _ = tl.philox(tl.load(seed), i + zero, j + zero, bh.to(tl.int32) + zero, zero, ROUNDS)
-    return ((bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 >= dropout).to(tl.float32)
+    bits, _, _, _ = tl.philox(
+        tl.load(seed), i + zero, j + zero, bh.to(tl.int32) + zero, zero, ROUNDS
+    )
+    return ((bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 >= dropout).to(
+        tl.float32
+    )
 
 
 @triton.jit

@@ -83,7 +83,11 @@ def share(
 ) -> PreTrainedModel:
     """Run the conversion, see `hf_hyperattn.convert`."""
     share_heads(
-        model, config, keep_original, examples, lambda parts: logger.warning(report(model, parts, model.dtype))
+        model,
+        config,
+        keep_original,
+        examples,
+        lambda parts: logger.warning(report(model, parts, model.dtype)),
     )
     return model
 
@@ -96,7 +100,9 @@ def share_heads(
     before_it: Callable[[list[SharedHost]], None],
 ) -> list[SharedHost]:
     """Convert a model, and return what was replaced; `before_it` is called with that before anything is."""
-    if not isinstance(config, HyperAttnConfig):  # without others beside it there is nothing to blend
+    if not isinstance(
+        config, HyperAttnConfig
+    ):  # without others beside it there is nothing to blend
         config = HyperAttnConfig((config,), mode="replace")
     note_all(model)
     with rollback_on_error(model):
@@ -108,7 +114,9 @@ def share_heads(
     return parts
 
 
-def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected], list[SharedHost]]:
+def plan(
+    model: PreTrainedModel, config: HyperAttnConfig
+) -> tuple[list[Selected], list[SharedHost]]:
     """The hosts that the config means, and those of them whose projections are to be shared, all checked."""
     chosen = select_hosts(model, config)
     check_own_attention(chosen)
@@ -116,7 +124,9 @@ def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected
     config = resolve_overrides(config, chosen, model)
     parts = []
     for module, host in chosen:
-        mechanism = next(m for m in config.mechanisms_at(host.name) if isinstance(m, CollaborativeConfig))
+        mechanism = next(
+            m for m in config.mechanisms_at(host.name) if isinstance(m, CollaborativeConfig)
+        )
         if mechanism.rank is not None:
             parts.append(check_part(module, host, mechanism, config.heads))
     return chosen, parts
@@ -138,7 +148,9 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
             "CollaborativeConfig(), which replaces nothing"
         )
     if heads is not None:
-        raise ValueError(f"heads={heads} cannot be chosen where all heads share; allowed: heads=None")
+        raise ValueError(
+            f"heads={heads} cannot be chosen where all heads share; allowed: heads=None"
+        )
     old = projections(module)
     if old is None or old.query.shape[0] != old.key.shape[0]:
         raise ValueError(
@@ -170,7 +182,9 @@ def solve(parts: list[SharedHost], moments: list[Moments] | None = None) -> list
             with in_memory(part.projections.children.values()):
                 old: Any = projections(part.module)
                 query, key = (by_head(w, part.host.heads) for w in (old.query, old.key))
-                result: Any = decompose(query, key, part.shape.rank, part.config.steps, part.config.seed, moment)
+                result: Any = decompose(
+                    query, key, part.shape.rank, part.config.steps, part.config.seed, moment
+                )
                 modules = filled(part, old, result)
             for name, child in old.children.items():
                 offload_like(modules[name], child, f"{part.host.name}.{name}")
@@ -218,19 +232,25 @@ def moments_of(model: PreTrainedModel, parts: list, examples: Iterable[Mapping])
     with ExitStack() as stack:
         for part, pair in zip(parts, pairs, strict=True):
             children = list(part.projections.children.values())
-            for module, moment in zip(children if len(children) > 1 else children * 2, pair, strict=True):
+            for module, moment in zip(
+                children if len(children) > 1 else children * 2, pair, strict=True
+            ):
                 stack.callback(module.register_forward_pre_hook(moment).remove)
         stack.callback(model.train, model.training)
         model.eval()
         for call in examples:
-            inputs = {n: v.to(model.device) if isinstance(v, Tensor) else v for n, v in call.items()}
+            inputs = {
+                n: v.to(model.device) if isinstance(v, Tensor) else v for n, v in call.items()
+            }
             mask = inputs.get("attention_mask")
             for moment in (m for pair in pairs for m in pair):
                 moment.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
             model(**inputs)
     for part, pair in zip(parts, pairs, strict=True):
         if not all(moment.tokens for moment in pair):
-            raise ValueError(f"no example reaches {part.host.name}; allowed: calls that run every converted host")
+            raise ValueError(
+                f"no example reaches {part.host.name}; allowed: calls that run every converted host"
+            )
     return [(query.moment, key.moment) for query, key in pairs]
 
 
@@ -243,18 +263,26 @@ def report(model: PreTrainedModel, parts: list[SharedHost], dtype: torch.dtype) 
     """What is about to be replaced, a line a layer: rank, relative errors, parameters; and the model's size in a dtype,
     before and after.
     """
-    lines = [f"{type(model).__name__}: projections of queries and keys to be shared (arXiv 2006.16362)"]
+    lines = [
+        f"{type(model).__name__}: projections of queries and keys to be shared (arXiv 2006.16362)"
+    ]
     names = max((len(p.host.name) for p in parts), default=0)
     for part in parts:
         (before, after), result = part.parameters, part.result
-        logits = "" if result.logit_error is None else f", of logits on the examples {result.logit_error:.4f}"
+        logits = (
+            ""
+            if result.logit_error is None
+            else f", of logits on the examples {result.logit_error:.4f}"
+        )
         lines.append(
             f"  {part.host.name:{names}}  rank {part.shape.rank} of {part.shape.width}  "
             f"error of weights {result.error:.4f}{logits}  parameters {before:,} -> {after:,}"
         )
     total, size = sum(p.numel() for p in model.parameters()), dtype.itemsize / 1e6
     left = total - sum(before - after for before, after in (p.parameters for p in parts))
-    lines.append(f"  model: {total:,} -> {left:,} parameters, {total * size:.1f} -> {left * size:.1f} MB")
+    lines.append(
+        f"  model: {total:,} -> {left:,} parameters, {total * size:.1f} -> {left * size:.1f} MB"
+    )
     return "\n".join(lines)
 
 
@@ -302,7 +330,9 @@ def filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:
     return modules
 
 
-def bring_back_original(model: PreTrainedModel, kept: dict[str, dict[str, nn.Module]]) -> PreTrainedModel:
+def bring_back_original(
+    model: PreTrainedModel, kept: dict[str, dict[str, nn.Module]]
+) -> PreTrainedModel:
     """The model with the projections that it had, where it is now."""
     modules = dict(model.named_modules())
     for name, children in kept.items():
@@ -320,7 +350,9 @@ register_conversion(
     CollaborativeConfig.mechanism,
     Conversion(
         share,
-        requested=lambda config: isinstance(config, CollaborativeConfig) and config.rank is not None,
+        requested=lambda config: (
+            isinstance(config, CollaborativeConfig) and config.rank is not None
+        ),
         done=is_shared,
         in_place=True,
         composes=True,

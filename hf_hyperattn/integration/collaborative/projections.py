@@ -50,7 +50,9 @@ def projections(host: nn.Module) -> Projections | None:
     for names in PAIRS:
         query, key = (host._modules.get(name) for name in names)
         if type(query) is nn.Linear and type(key) is nn.Linear:
-            return Projections(dict(zip(names, (query, key))), query.weight, key.weight, query.bias, key.bias)
+            return Projections(
+                dict(zip(names, (query, key))), query.weight, key.weight, query.bias, key.bias
+            )
     fused = host._modules.get(FUSED)
     if type(fused) is Conv1D and fused.nf == 3 * fused.nx:
         (query, key, _), (query_bias, key_bias, _) = fused.weight.mT.chunk(3), fused.bias.chunk(3)

@@ -23,7 +23,8 @@ for auto, model in (
 ):
     auto.register(HatEncoderConfig, model, exist_ok=True)
 register_conversion(
-    "hat", Conversion(to_hat, lambda config: True, lambda model: isinstance(model, HatPreTrainedModel))
+    "hat",
+    Conversion(to_hat, lambda config: True, lambda model: isinstance(model, HatPreTrainedModel)),
 )
 
 __all__ = [

@@ -71,14 +71,20 @@ class HatEncoderConfig(PreTrainedConfig):
         shared = {name: getattr(self, name) for name in SHARED}
         if self.gated and isinstance(self.layout, str) and not has_cross_blocks(self.layout):
             # no error, since earlier versions saved such configs
-            logger.warning(f"hf_hyperattn: HatEncoderConfig.gated says nothing: layout={self.layout!r} has no gate")
+            logger.warning(
+                f"hf_hyperattn: HatEncoderConfig.gated says nothing: layout={self.layout!r} has no gate"
+            )
             shared["gated"] = False
         HatConfig(max_length=self.max_position_embeddings, **shared)
         if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
             allowed = f"multiples of num_attention_heads={self.num_attention_heads}"
             refuse("HatEncoderConfig.hidden_size", self.hidden_size, allowed)
         if not 1 <= self.num_hidden_layers <= MOST:  # before a layout is made for them
-            refuse("HatEncoderConfig.num_hidden_layers", self.num_hidden_layers, f"numbers from 1 to {MOST:,}")
+            refuse(
+                "HatEncoderConfig.num_hidden_layers",
+                self.num_hidden_layers,
+                f"numbers from 1 to {MOST:,}",
+            )
         counts(self.layout, self.num_hidden_layers)
         super().__post_init__(**kwargs)
 
@@ -90,4 +96,6 @@ class HatEncoderConfig(PreTrainedConfig):
     @property
     def max_segments(self) -> int:
         """The most segments of a text; one more where a CLS token may have to be put before it."""
-        return segments_of(self.max_position_embeddings + (self.cls_token_id is not None), self.segment_length)
+        return segments_of(
+            self.max_position_embeddings + (self.cls_token_id is not None), self.segment_length
+        )

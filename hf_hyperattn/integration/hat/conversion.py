@@ -74,7 +74,9 @@ class EncoderFamily:
         heads = {
             "SequenceClassification": {"hat.pooler": self.pooler, "classifier": self.classifier},
             "TokenClassification": {"classifier": "classifier"},
-            "MaskedLM": dict(zip(("lm_head.dense", "lm_head.norm", "lm_head.decoder"), self.lm_head, strict=True)),
+            "MaskedLM": dict(
+                zip(("lm_head.dense", "lm_head.norm", "lm_head.decoder"), self.lm_head, strict=True)
+            ),
         }
         return heads.get(end, {})
 
@@ -90,7 +92,11 @@ FAMILIES = {
     "bert": EncoderFamily(
         "bert.pooler.dense",
         "classifier",
-        ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder"),
+        (
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            "cls.predictions.decoder",
+        ),
         acts={"": {"lm_act": "@hidden_act"}},
     ),
     "roberta": ROBERTA,
@@ -119,7 +125,9 @@ FAMILIES = {
 }
 
 
-def to_hat(model: PreTrainedModel, config: HatConfig, keep_original: bool = False) -> HatPreTrainedModel:
+def to_hat(
+    model: PreTrainedModel, config: HatConfig, keep_original: bool = False
+) -> HatPreTrainedModel:
     """A HAT model that starts from a pretrained encoder, which is left as it is.
 
     Args:
@@ -159,19 +167,27 @@ def _checked(model: PreTrainedModel) -> tuple[EncoderFamily, str]:
             f"{name} has a head that HAT lacks; allowed: its body, model.{model.base_model_prefix}, or one for "
             "sequence classification, token classification or masked language modelling"
         )
-    if getattr(model.config, "is_decoder", False) or getattr(model.config, "add_cross_attention", False):
+    if getattr(model.config, "is_decoder", False) or getattr(
+        model.config, "add_cross_attention", False
+    ):
         raise ValueError(f"{name} is a decoder; allowed: encoders, with config.is_decoder=False")
     if getattr(model, "is_quantized", False) or any(p.is_meta for p in model.parameters()):
-        raise ValueError(f"{name} is quantised, offloaded or on the meta device; allowed: a model that is in memory")
+        raise ValueError(
+            f"{name} is quantised, offloaded or on the meta device; allowed: a model that is in memory"
+        )
     return FAMILIES[kind], ends[0]
 
 
-def _config(model: PreTrainedModel, family: EncoderFamily, kind: str, config: HatConfig) -> HatEncoderConfig:
+def _config(
+    model: PreTrainedModel, family: EncoderFamily, kind: str, config: HatConfig
+) -> HatEncoderConfig:
     """The config of the result."""
     source: Any = model.config
     body: Any = model.base_model
     theirs = {name: family.fields.get(name, name) for name in SAME}
-    fields = {name: getattr(source, other) for name, other in theirs.items() if hasattr(source, other)}
+    fields = {
+        name: getattr(source, other) for name, other in theirs.items() if hasattr(source, other)
+    }
     rows = _positions(body, family).shape[0]
     if config.segment_length > rows:
         allowed = f"numbers from 2 to {rows}, the positions of {type(model).__name__}"
@@ -193,7 +209,9 @@ def _config(model: PreTrainedModel, family: EncoderFamily, kind: str, config: Ha
     return HatEncoderConfig(max_position_embeddings=config.max_length, **fields)
 
 
-def _copy_body(made: HatPreTrainedModel, model: PreTrainedModel, family: EncoderFamily, crossed: bool) -> None:
+def _copy_body(
+    made: HatPreTrainedModel, model: PreTrainedModel, family: EncoderFamily, crossed: bool
+) -> None:
     body: Any = made.base_model
     theirs: Any = model.base_model
     tables, positions = theirs.embeddings, _positions(theirs, family)
@@ -208,10 +226,14 @@ def _copy_body(made: HatPreTrainedModel, model: PreTrainedModel, family: Encoder
             _copy(body, name, source)
     body.embeddings.positions.weight.copy_(positions[: made.config.segment_length])
     if body.segment_positions is not None:
-        body.segment_positions.weight.copy_(_segment_positions(positions, body.segment_positions.weight))
+        body.segment_positions.weight.copy_(
+            _segment_positions(positions, body.segment_positions.weight)
+        )
     cross = iter(body.cross_blocks)
     layers = theirs.get_submodule(family.layers)
-    for mine, layer, number in zip(body.segment_blocks, layers, made.config.cross_blocks, strict=True):
+    for mine, layer, number in zip(
+        body.segment_blocks, layers, made.config.cross_blocks, strict=True
+    ):
         for block in [mine, *(next(cross) for _ in range(number) if crossed)]:
             for name, source in zip(BLOCK, family.layer, strict=True):
                 _copy(block, name, layer.get_submodule(source))
@@ -249,5 +271,7 @@ def _segment_positions(positions: Tensor, like: Tensor) -> Tensor:
         return torch.zeros_like(like)
     if segments <= positions.shape[0]:
         return positions[:segments]
-    rows = F.interpolate(positions.float().T[None], size=segments, mode="linear", align_corners=True)
+    rows = F.interpolate(
+        positions.float().T[None], size=segments, mode="linear", align_corners=True
+    )
     return rows[0].T

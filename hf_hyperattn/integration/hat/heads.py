@@ -6,7 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.modeling_outputs import (
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.utils import ModelOutput, can_return_tuple
 
 from .configuration import HatEncoderConfig
@@ -68,7 +72,9 @@ class _HatWithHead(HatPreTrainedModel):
         )  # fmt: skip
         logits = self.logits(body)
         loss = None if labels is None else self.loss(logits, labels, **counted)
-        return self.output(loss=loss, logits=logits, hidden_states=body.hidden_states, attentions=body.attentions)
+        return self.output(
+            loss=loss, logits=logits, hidden_states=body.hidden_states, attentions=body.attentions
+        )
 
 
 class HatForSequenceClassification(_HatWithHead):
@@ -81,7 +87,9 @@ class HatForSequenceClassification(_HatWithHead):
         return self.classifier(self.dropout(body.pooler_output))
 
     def loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
-        return self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **keywords)
+        return self.loss_function(
+            labels=labels, pooled_logits=logits, config=self.config, **keywords
+        )
 
 
 class HatForTokenClassification(_HatWithHead):

@@ -46,7 +46,9 @@ class HatEmbeddings(nn.Module):
         """
         x = words + self.positions(torch.arange(words.shape[1], device=words.device))
         if self.kinds is not None:
-            x = x + self.kinds(torch.zeros_like(x[:1, :1, 0], dtype=torch.long) if kinds is None else kinds)
+            x = x + self.kinds(
+                torch.zeros_like(x[:1, :1, 0], dtype=torch.long) if kinds is None else kinds
+            )
         x = self.dropout(self.norm(x))
         return x if self.project is None else self.project(x)
 
@@ -66,11 +68,15 @@ class HatAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None, **keywords) -> tuple[Tensor, Tensor | None]:
         """The output, and the weights [B, H, N, N] where the attention function returns them."""
         shape = (*x.shape[:-1], self.num_attention_heads, self.attention_head_size)
-        query, key, value = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
+        query, key, value = (
+            f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value)
+        )
         name: Any = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
-        out, weights = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **keywords)
+        out, weights = attend(
+            self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **keywords
+        )
         return self.out(out.flatten(2)), weights
 
 
@@ -169,7 +175,9 @@ class HatModel(HatPreTrainedModel):
         super().__init__(config)
         width, crossed = config.hidden_size, sum(config.cross_blocks)
         self.embeddings = HatEmbeddings(config)
-        self.segment_blocks = nn.ModuleList([HatBlock(config) for _ in range(config.num_hidden_layers)])
+        self.segment_blocks = nn.ModuleList(
+            [HatBlock(config) for _ in range(config.num_hidden_layers)]
+        )
         self.cross_blocks = nn.ModuleList([HatCrossBlock(config) for _ in range(crossed)])
         self.segment_positions: Any = nn.Embedding(config.max_segments, width) if crossed else None
         pooled = add_pooling_layer and config.pooler_act is not None
@@ -209,11 +217,22 @@ class HatModel(HatPreTrainedModel):
         self._check(real, kwargs)
         segments = self._segment(input_ids, real, segment_ids)
         x = self._embed(segments, input_ids, inputs_embeds, token_type_ids)
-        attentions = self.config.output_attentions if output_attentions is None else output_attentions
-        states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        names = ("hidden_states",) * bool(states) + ("attentions", "cross_segment_attentions") * bool(attentions)
+        attentions = (
+            self.config.output_attentions if output_attentions is None else output_attentions
+        )
+        states = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
+        names = ("hidden_states",) * bool(states) + (
+            "attentions",
+            "cross_segment_attentions",
+        ) * bool(attentions)
         recorded: dict[str, list[Tensor]] = {name: [] for name in names}
-        x = self._encode(x, segments, recorded, kwargs | ({"output_attentions": True} if attentions else {}))
+        x = self._encode(
+            x, segments, recorded, kwargs | ({"output_attentions": True} if attentions else {})
+        )
         last, rows = segments.to_tokens(x), segments.cls_rows(x)
         return HatModelOutput(
             last_hidden_state=last,
@@ -239,10 +258,22 @@ class HatModel(HatPreTrainedModel):
 
     def _check(self, real: Tensor, keywords: dict) -> None:
         """Raise for what would be lost, and for texts that cannot be encoded."""
-        for name in ("position_ids", "hierarchy", "encoder_hidden_states", "past_key_values", "cache"):
+        for name in (
+            "position_ids",
+            "hierarchy",
+            "encoder_hidden_states",
+            "past_key_values",
+            "cache",
+        ):
             if keywords.get(name) is not None:
-                raise ValueError(f"{name} was given to HatModel, which makes its own segments; allowed: None")
-        tokens, padded, longest = real.shape[1], " with its padding", self.config.max_position_embeddings
+                raise ValueError(
+                    f"{name} was given to HatModel, which makes its own segments; allowed: None"
+                )
+        tokens, padded, longest = (
+            real.shape[1],
+            " with its padding",
+            self.config.max_position_embeddings,
+        )
         if can_read(real):
             tokens, padded = int(real.sum(1).max()), ""
         if tokens > longest:
@@ -254,7 +285,10 @@ class HatModel(HatPreTrainedModel):
     def _segment(self, input_ids: Tensor | None, real: Tensor, groups: Tensor | None) -> Segments:
         led, readable = None, can_read(real)
         if self.config.cls_token_id is not None and input_ids is not None:
-            led = input_ids.gather(1, real.long().argmax(1, keepdim=True))[:, 0] == self.config.cls_token_id
+            led = (
+                input_ids.gather(1, real.long().argmax(1, keepdim=True))[:, 0]
+                == self.config.cls_token_id
+            )
         if groups is not None and (not readable or groups.shape != real.shape):
             raise ValueError(
                 f"segment_ids has shape {tuple(groups.shape)}; allowed: {tuple(real.shape)}, and None in a compiled "
@@ -278,14 +312,18 @@ class HatModel(HatPreTrainedModel):
         if inputs_embeds is None:
             ids = segments.to_segments(input_ids)
             if self.config.cls_token_id is not None:
-                ids = torch.cat([torch.full_like(ids[:, :1], self.config.cls_token_id), ids[:, 1:]], 1)
+                ids = torch.cat(
+                    [torch.full_like(ids[:, :1], self.config.cls_token_id), ids[:, 1:]], 1
+                )
             words = self.embeddings.words(ids)
         else:
             words = segments.to_segments(inputs_embeds)
         kinds = None if token_type_ids is None else segments.to_segments(token_type_ids)
         return self.embeddings(words, kinds)
 
-    def _encode(self, x: Tensor, segments: Segments, recorded: dict[str, list], keywords: dict) -> Tensor:
+    def _encode(
+        self, x: Tensor, segments: Segments, recorded: dict[str, list], keywords: dict
+    ) -> Tensor:
         """The blocks, in the order of the layout; what is to be returned beside the result is added to `recorded`."""
         rows = segments.cls_rows(x)
         # the masks' values are read, which the meta device has none of
@@ -293,7 +331,9 @@ class HatModel(HatPreTrainedModel):
         mask = create_bidirectional_mask(self.config, x, filled)
         cross_mask = create_bidirectional_mask(self.config, rows, present)
         there, cross = segments.present[..., None, None, None], iter(self.cross_blocks)
-        states, within, across = map(recorded.get, ("hidden_states", "attentions", "cross_segment_attentions"))
+        states, within, across = map(
+            recorded.get, ("hidden_states", "attentions", "cross_segment_attentions")
+        )
         if states is not None:
             states.append(segments.to_tokens(x))
         for block, number in zip(self.segment_blocks, self.config.cross_blocks, strict=True):
@@ -314,12 +354,18 @@ class HatModel(HatPreTrainedModel):
     def _pool(self, last: Tensor, rows: Tensor, segments: Segments) -> Tensor:
         """One vector [B, width] for each text."""
         if self.config.pooling == "max":
-            pooled = rows.masked_fill(~segments.present[..., None], torch.finfo(rows.dtype).min).amax(1)
+            pooled = rows.masked_fill(
+                ~segments.present[..., None], torch.finfo(rows.dtype).min
+            ).amax(1)
         elif self.config.pooling == "mean":
-            pooled = (rows * segments.present[..., None]).sum(1) / segments.present.sum(1, keepdim=True)
+            pooled = (rows * segments.present[..., None]).sum(1) / segments.present.sum(
+                1, keepdim=True
+            )
         else:
             pooled = last.sum(1) / segments.real.sum(1, keepdim=True).clamp_min(1)
-        return pooled if self.pooler is None else ACT2FN[self.config.pooler_act](self.pooler(pooled))
+        return (
+            pooled if self.pooler is None else ACT2FN[self.config.pooler_act](self.pooler(pooled))
+        )
 
 
 def _returned(weights: Tensor | None) -> Tensor:

@@ -7,6 +7,8 @@ from .modeling import HsaEncoder, HsaEncoderForSequenceClassification
 
 AutoConfig.register(HsaEncoderConfig.model_type, HsaEncoderConfig, exist_ok=True)
 AutoModel.register(HsaEncoderConfig, HsaEncoder, exist_ok=True)
-AutoModelForSequenceClassification.register(HsaEncoderConfig, HsaEncoderForSequenceClassification, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    HsaEncoderConfig, HsaEncoderForSequenceClassification, exist_ok=True
+)
 
 __all__ = ["HsaEncoder", "HsaEncoderConfig", "HsaEncoderForSequenceClassification"]

@@ -90,20 +90,44 @@ class HsaEncoderConfig(PreTrainedConfig):
             self.text_kinds = list(kinds_of(("paragraph", "sentence", "word")))
         for name in SIZES:
             value = getattr(self, name)
-            self._check(name, type(value) is int and 0 <= value <= MOST_SIZE, f"integers from 0 to {MOST_SIZE:,}")
+            self._check(
+                name,
+                type(value) is int and 0 <= value <= MOST_SIZE,
+                f"integers from 0 to {MOST_SIZE:,}",
+            )
         children = (self.sibling_positions or {}).values()
         fits = all(type(count) is int and 0 < count <= MOST_SIZE for count in children)
-        self._check("sibling_positions", fits, f"kinds of families, each with an integer from 1 to {MOST_SIZE:,}")
+        self._check(
+            "sibling_positions",
+            fits,
+            f"kinds of families, each with an integer from 1 to {MOST_SIZE:,}",
+        )
         self._check("attention", self.attention in ATTENTION, " or ".join(map(repr, ATTENTION)))
         fits = self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
-        self._check("hidden_size", fits, f"multiples of num_attention_heads={self.num_attention_heads}")
-        fits = self.patch_size > 0 and self.image_size >= 0 and self.image_size % self.patch_size == 0
+        self._check(
+            "hidden_size", fits, f"multiples of num_attention_heads={self.num_attention_heads}"
+        )
+        fits = (
+            self.patch_size > 0 and self.image_size >= 0 and self.image_size % self.patch_size == 0
+        )
         self._check("image_size", fits, f"0, or multiples of patch_size={self.patch_size}")
-        self._check("vocab_size", self.vocab_size > 0 or self.image_size > 0, "more than 0 where there are no images")
-        self._check("num_hidden_layers", 0 <= self.num_hidden_layers <= MOST, f"numbers from 0 to {MOST:,}")
-        self._check("hidden_dropout_prob", 0 <= self.hidden_dropout_prob <= 1, "numbers from 0 to 1")
-        if self.attention == "flat" and not self.keep_diagonal:  # no error, since earlier versions saved such configs
-            logger.warning("hf_hyperattn: HsaEncoderConfig.keep_diagonal=False says nothing with attention='flat'")
+        self._check(
+            "vocab_size",
+            self.vocab_size > 0 or self.image_size > 0,
+            "more than 0 where there are no images",
+        )
+        self._check(
+            "num_hidden_layers", 0 <= self.num_hidden_layers <= MOST, f"numbers from 0 to {MOST:,}"
+        )
+        self._check(
+            "hidden_dropout_prob", 0 <= self.hidden_dropout_prob <= 1, "numbers from 0 to 1"
+        )
+        if (
+            self.attention == "flat" and not self.keep_diagonal
+        ):  # no error, since earlier versions saved such configs
+            logger.warning(
+                "hf_hyperattn: HsaEncoderConfig.keep_diagonal=False says nothing with attention='flat'"
+            )
         super().__post_init__(**kwargs)
 
     def _check(self, name: str, fine: bool, allowed: str) -> None:

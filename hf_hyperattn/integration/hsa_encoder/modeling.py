@@ -50,7 +50,9 @@ class HsaAttention(nn.Module):
         self.siblings = None
         if config.attention == "tree" and config.sibling_positions:
             positions = dict(sorted(config.sibling_positions.items()))  # config.json keeps no order
-            self.siblings = SiblingEmbeddings(positions, self.heads, config.sibling_size, config.initializer_range)
+            self.siblings = SiblingEmbeddings(
+                positions, self.heads, config.sibling_size, config.initializer_range
+            )
 
     def forward(self, x: Tensor, hierarchy: Hierarchy | None, mask: Tensor | None) -> Tensor:
         """[B, N, width] to the same; `mask`, bool, broadcastable to [B, H, N, N], is read where `hierarchy` is None."""
@@ -108,7 +110,11 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
     def __init__(self, config: HsaEncoderConfig):
         super().__init__(config)
         width, places = config.hidden_size, config.max_position_embeddings
-        self.words = nn.Embedding(config.vocab_size, width, config.pad_token_id) if config.vocab_size else None
+        self.words = (
+            nn.Embedding(config.vocab_size, width, config.pad_token_id)
+            if config.vocab_size
+            else None
+        )
         self.places = nn.Embedding(places, width) if config.vocab_size and places else None
         self.side = config.image_size // config.patch_size
         self.patches = self.patch_places = None
@@ -157,7 +163,10 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             parts.append(self._embedded_text(input_ids, attention_mask))
         if pixel_values is not None:
             parts.append(self._embedded_image(pixel_values))
-        x, real = torch.cat([part for part, _ in parts], 1), torch.cat([mask for _, mask in parts], 1)
+        x, real = (
+            torch.cat([part for part, _ in parts], 1),
+            torch.cat([mask for _, mask in parts], 1),
+        )
         tree = mask = None
         if self.config.attention == "tree":
             tree = self._tree(input_ids, attention_mask, pixel_values, hierarchy)
@@ -169,11 +178,19 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             states.append(x)
         x = self.norm(x) * real[..., None]
         starts = [0, parts[0][0].shape[1], x.shape[1]] if len(parts) == 2 else [0, x.shape[1]]
-        means = [x[:, a:b].sum(1) / real[:, a:b].sum(1, keepdim=True) for a, b in zip(starts, starts[1:])]
+        means = [
+            x[:, a:b].sum(1) / real[:, a:b].sum(1, keepdim=True) for a, b in zip(starts, starts[1:])
+        ]
         pooled = torch.stack(means).mean(0)
-        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        shown = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
         return BaseModelOutputWithPooling(
-            last_hidden_state=x, pooler_output=pooled, hidden_states=tuple(states) if shown else None
+            last_hidden_state=x,
+            pooler_output=pooled,
+            hidden_states=tuple(states) if shown else None,
         )
 
     def _check(self, input_ids, attention_mask, pixel_values, hierarchy) -> None:
@@ -183,17 +200,31 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             ("pixel_values", pixel_values, self.patches, "image_size"),
         ):
             if signal is not None and module is None:
-                raise ValueError(f"{name} was given to a model made with {field}=0; allowed: None, or another model")
+                raise ValueError(
+                    f"{name} was given to a model made with {field}=0; allowed: None, or another model"
+                )
         if input_ids is None and pixel_values is None:
-            raise ValueError("HsaEncoder was called with neither input_ids nor pixel_values; allowed: one or both")
+            raise ValueError(
+                "HsaEncoder was called with neither input_ids nor pixel_values; allowed: one or both"
+            )
         for name, given in (("attention_mask", attention_mask), ("hierarchy", hierarchy)):
             if given is not None and input_ids is None:
-                raise ValueError(f"{name} was given without input_ids, whose tokens it is about; allowed: None")
+                raise ValueError(
+                    f"{name} was given without input_ids, whose tokens it is about; allowed: None"
+                )
         if hierarchy is not None and self.config.attention == "flat":
-            raise ValueError("hierarchy was given to a model with attention='flat', which has none; allowed: None")
+            raise ValueError(
+                "hierarchy was given to a model with attention='flat', which has none; allowed: None"
+            )
 
-    def _embedded_text(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    def _embedded_text(
+        self, input_ids: Tensor, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        real = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask != 0
+        )
         if real.shape != input_ids.shape or not bool(real.any(1).all()):
             raise ValueError(
                 f"attention_mask has shape {tuple(real.shape)}; allowed: {tuple(input_ids.shape)} with a real token in "
@@ -234,7 +265,11 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         batch, length = input_ids.shape
         real = torch.ones(1, length) if attention_mask is None else attention_mask.cpu()
         if hierarchy is None:
-            return flat_tree(length) if bool((real != 0).all()) else Hierarchy.windows(length, (), attention_mask)
+            return (
+                flat_tree(length)
+                if bool((real != 0).all())
+                else Hierarchy.windows(length, (), attention_mask)
+            )
         if isinstance(hierarchy, Tensor):
             hierarchy = Hierarchy.from_ids(hierarchy, self.config.text_kinds or ("",))
         if hierarchy.length != length or hierarchy.rows not in (1, batch):
@@ -274,8 +309,15 @@ class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
     ) -> SequenceClassifierOutput | tuple:
         """Classify a batch; arguments as in `HsaEncoder.forward`, and `labels` int64 [B]."""
         encoded = self.encoder(
-            input_ids, attention_mask, pixel_values, hierarchy, output_hidden_states, return_dict=True
+            input_ids,
+            attention_mask,
+            pixel_values,
+            hierarchy,
+            output_hidden_states,
+            return_dict=True,
         )
         logits = self.classifier(self.dropout(encoded.pooler_output))
         loss = None if labels is None else F.cross_entropy(logits.float(), labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=encoded.hidden_states
+        )

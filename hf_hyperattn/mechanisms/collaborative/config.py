@@ -31,7 +31,9 @@ class CollaborativeConfig(MechanismConfig):
         optional=True,
     )
     steps: int = option(STEPS, "most steps of the decomposition, with a rank only", least=0)
-    seed: int = option(0, "of the decomposition's random start, with a rank only", least=0, most=MOST_SEED)
+    seed: int = option(
+        0, "of the decomposition's random start, with a rank only", least=0, most=MOST_SEED
+    )
 
     def __post_init__(self):
         super().__post_init__()

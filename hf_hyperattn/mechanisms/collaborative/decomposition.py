@@ -68,7 +68,10 @@ def decompose(
         ValueError: weights or moments that are not finite.
     """
     query, key = query.double(), key.double()
-    for name, tensors in (("weights of queries or keys", (query, key)), ("hidden states", moments or ())):
+    for name, tensors in (
+        ("weights of queries or keys", (query, key)),
+        ("hidden states", moments or ()),
+    ):
         if not all(bool(t.isfinite().all()) for t in tensors):
             raise ValueError(f"the {name} are not finite; allowed: finite ones")
     heads, d, _ = query.shape
@@ -77,7 +80,9 @@ def decompose(
         exact = None if moments is None else 0.0
         return Decomposition(mixing, query.flatten(0, 1), key.flatten(0, 1), 0.0, exact, 0)
     roots = (None, None) if moments is None else tuple(_root(m.double()) for m in moments)
-    (basis_q, left), (basis_k, right) = (_reduced(w if r is None else w @ r) for w, r in zip((query, key), roots))
+    (basis_q, left), (basis_k, right) = (
+        _reduced(w if r is None else w @ r) for w, r in zip((query, key), roots)
+    )
     (mixing, a, b), error, taken = _solved(_Problem(left, right), rank, steps, seed)
     a, b = basis_q @ a, basis_k @ b
     if moments is None:
@@ -111,9 +116,13 @@ class _Problem:
     def step(self, mixing: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each factor in turn as the least-squares solution for the two others; then balanced."""
         through_b = self.b.mT @ b  # [H, d, R]
-        a = _least_squares((mixing.T @ mixing) * (b.T @ b), (self.a @ (through_b * mixing[:, None])).sum(0))
+        a = _least_squares(
+            (mixing.T @ mixing) * (b.T @ b), (self.a @ (through_b * mixing[:, None])).sum(0)
+        )
         through_a = self.a.mT @ a
-        b = _least_squares((mixing.T @ mixing) * (a.T @ a), (self.b @ (through_a * mixing[:, None])).sum(0))
+        b = _least_squares(
+            (mixing.T @ mixing) * (a.T @ a), (self.b @ (through_a * mixing[:, None])).sum(0)
+        )
         mixing = _least_squares((a.T @ a) * (b.T @ b), (through_a * (self.b.mT @ b)).sum(1))
         norms = [f.norm(dim=0).clamp_min(1e-150) for f in (mixing, a, b)]
         each = (norms[0] * norms[1] * norms[2]) ** (1 / 3)
@@ -131,7 +140,9 @@ class _Problem:
         through = lambda x, y: torch.linalg.eigh((x @ (y.mT @ y) @ x.mT).sum(0))[1].flip(1)
         sides = [through(self.a, self.b), through(self.b, self.a)]
         random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-        a, b = (torch.cat([s[:, :rank], random(len(s), max(0, rank - s.shape[1]))], 1) for s in sides)
+        a, b = (
+            torch.cat([s[:, :rank], random(len(s), max(0, rank - s.shape[1]))], 1) for s in sides
+        )
         return random(len(self.a), rank), a, b
 
     def by_head(self, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +159,9 @@ class _Problem:
         return mixing, a, b
 
 
-def _solved(problem: _Problem, rank: int, steps: int, seed: int) -> tuple[tuple[Tensor, Tensor, Tensor], float, int]:
+def _solved(
+    problem: _Problem, rank: int, steps: int, seed: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], float, int]:
     """The factors, their error, and the steps taken: from the better start until steps bring nothing more."""
     generator = torch.Generator().manual_seed(seed)
     starts, trial = [], min(TRIAL, steps)

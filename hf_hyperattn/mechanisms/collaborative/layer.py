@@ -36,7 +36,9 @@ class FullLayer(MechanismLayer):
 
     honours_heads = True
 
-    def __init__(self, config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None):
+    def __init__(
+        self, config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None
+    ):
         super().__init__(config, host, mode, heads)
         known = check_host(host, "head_dim")
         self.mixing = nn.Parameter(torch.zeros(known.heads, known.heads * known.head_dim))
@@ -60,7 +62,9 @@ class SharedLayer(MechanismLayer):
         ValueError: a host with rotary positions, or a rank above what there is.
     """
 
-    def __init__(self, config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None):
+    def __init__(
+        self, config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None
+    ):
         super().__init__(config, host, mode, heads)
         known = check_host(host)
         check_rank(config.rank, known)
@@ -97,7 +101,9 @@ def with_shared_score(plan: Plan, mixing: Tensor) -> Plan:
     query, key = (concatenated(x, heads) for x in (call.query, call.key))
     # rows that have room for it hold the content bias of every head after the shared dimensions
     content = key[..., rank : rank + heads] if rank + heads <= key.shape[-1] else None
-    score = shared_score(query[..., :rank], key[..., :rank], mixing, call.scale, content, call.value.shape[1])
+    score = shared_score(
+        query[..., :rank], key[..., :rank], mixing, call.scale, content, call.value.shape[1]
+    )
     return plan.change(score=score)
 
 
@@ -134,7 +140,9 @@ def shared_score(
     left = query.to(dtype)[:, None] * mixing[:, None]
     right = key
     if content is not None:
-        ones = torch.eye(heads, dtype=dtype, device=query.device)[:, None].expand(*left.shape[:3], -1)
+        ones = torch.eye(heads, dtype=dtype, device=query.device)[:, None].expand(
+            *left.shape[:3], -1
+        )
         left, right = torch.cat([left, ones], -1), torch.cat([key, content], -1)
     features = dot_score(left, right[:, None].expand(-1, key_heads, -1, -1), scale).features()
     logits = partial(collaborative_scores, query, key, mixing, scale, content)

@@ -26,17 +26,27 @@ class ConeConfig(MechanismConfig):
         optional=True,
     )
     gamma: float = option(
-        1.0, "what heights are multiplied with; where it is learned, the starting value", symbol="γ", above=0
+        1.0,
+        "what heights are multiplied with; where it is learned, the starting value",
+        symbol="γ",
+        above=0,
     )
     radius: float = option(
-        1.0, "size of the light source's shadow; where it is learned, the starting value", symbol="r", above=0
+        1.0,
+        "size of the light source's shadow; where it is learned, the starting value",
+        symbol="r",
+        above=0,
     )
     squared: bool = option(True, "penumbral: squared heights, as released, or heights")
-    clamp_heights: bool = option(False, "penumbral: cut heights at r·(1 - 1e-3), which xi and expmap need")
+    clamp_heights: bool = option(
+        False, "penumbral: cut heights at r·(1 - 1e-3), which xi and expmap need"
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        check_pairing("ConeConfig.", self.variant, self.resolved_mapping, self.squared, self.clamp_heights)
+        check_pairing(
+            "ConeConfig.", self.variant, self.resolved_mapping, self.squared, self.clamp_heights
+        )
 
     @property
     def resolved_mapping(self) -> str:
@@ -49,7 +59,9 @@ def resolve_mapping(variant: str, mapping: str | None) -> str:
     return mapping or {"umbral": "xi", "penumbral": "psi"}[variant]
 
 
-def check_pairing(owner: str, variant: str, mapping: str, squared: bool, clamp_heights: bool) -> None:
+def check_pairing(
+    owner: str, variant: str, mapping: str, squared: bool, clamp_heights: bool
+) -> None:
     """Penumbral cones need heights below the radius, which only psi gives by itself; umbral ones have no choices."""
     settings = {"squared=False": not squared, "clamp_heights=True": clamp_heights}
     for setting in (s for s, there in settings.items() if there and variant == "umbral"):

@@ -86,5 +86,7 @@ def cone_space(query: Tensor, variant, mapping, gamma, radius, squared, clamp_he
     check_choice("mapping", mapping, (None, *MAPPINGS))
     mapping = resolve_mapping(variant, mapping)
     check_pairing("", variant, mapping, squared, clamp_heights)
-    gamma, radius = (check_number_of_heads(n, x, query) for n, x in (("gamma", gamma), ("radius", radius)))
+    gamma, radius = (
+        check_number_of_heads(n, x, query) for n, x in (("gamma", gamma), ("radius", radius))
+    )
     return ConeSpace(variant, mapping, squared, clamp_heights, gamma, radius)

@@ -64,7 +64,9 @@ def definition(
     height_squared = penumbral_height_squared(distance, hq[..., None], hk[..., None, :], r)
     if squared:
         return -gamma * height_squared
-    return -gamma * torch.sqrt(at_least(height_squared, torch.finfo(dtype).tiny))  # a finite slope at height 0
+    return -gamma * torch.sqrt(
+        at_least(height_squared, torch.finfo(dtype).tiny)
+    )  # a finite slope at height 0
 
 
 def inverse_sinh(r: Tensor) -> Tensor:
@@ -80,8 +82,12 @@ def umbral_height(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor
 def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor:
     """Squared height of the lowest point whose penumbral cone holds both points; heights are below r."""
     a, b = half_width(hq, r), half_width(hk, r)
-    inside = torch.maximum(torch.maximum(hq**2, hk**2), r**2 - (at_least(a + b - distance, 0.0) / 2) ** 2)
-    apart = torch.where(distance > a + b, distance, torch.ones_like(distance))  # no 0/0 in the branch not taken
+    inside = torch.maximum(
+        torch.maximum(hq**2, hk**2), r**2 - (at_least(a + b - distance, 0.0) / 2) ** 2
+    )
+    apart = torch.where(
+        distance > a + b, distance, torch.ones_like(distance)
+    )  # no 0/0 in the branch not taken
     outside = ((apart**2 + hk**2 - hq**2) / (2 * apart)) ** 2 + hq**2
     return torch.where(distance > a + b, outside, inside)
 
@@ -91,7 +97,9 @@ def half_width(h: Tensor, r: Tensor) -> Tensor:
     return torch.sqrt(torch.maximum(r**2 - h**2, FLOOR * r**2))
 
 
-def height_and_stretch(x: Tensor, mapping: str, radius: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+def height_and_stretch(
+    x: Tensor, mapping: str, radius: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Height h and stretch of each vector.
 
     Args:
@@ -135,8 +143,12 @@ def _expmap(side: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     square = side + last.square()
     short = square < SERIES_LIMIT
     # what a branch is not taken for must not reach it: infinite there, it would make the other's gradient NaN
-    h_short, stretch_short = _expmap_series(torch.where(short, square, 0.0), torch.where(short, last, 0.0))
-    h_long, stretch_long = _expmap_factored(torch.where(short, 1.0, side), torch.where(short, 0.0, last))
+    h_short, stretch_short = _expmap_series(
+        torch.where(short, square, 0.0), torch.where(short, last, 0.0)
+    )
+    h_long, stretch_long = _expmap_factored(
+        torch.where(short, 1.0, side), torch.where(short, 0.0, last)
+    )
     return torch.where(short, h_short, h_long), torch.where(short, stretch_short, stretch_long)
 
 
@@ -166,4 +178,6 @@ def horizontal(x: Tensor, stretch: Tensor) -> Tensor:
 
 def clamp_height(h: Tensor, radius: Tensor | float) -> Tensor:
     """Heights kept below the radius, as the penumbral score needs them: h <= r·(1 - 1e-3)."""
-    return torch.minimum(h, torch.as_tensor(radius * CLAMP, dtype=h.dtype, device=h.device).expand_as(h))
+    return torch.minimum(
+        h, torch.as_tensor(radius * CLAMP, dtype=h.dtype, device=h.device).expand_as(h)
+    )

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
-from ...engines.score import READERS, TERMS, Numbers, PairScore, Points, Reader, ScoreTerm, VectorReader
+from ...engines.score import (
+    READERS,
+    TERMS,
+    Numbers,
+    PairScore,
+    Points,
+    Reader,
+    ScoreTerm,
+    VectorReader,
+)
 from ..base import Host
 from ..score_layer import ScoreLayer
 from .config import ConeConfig
@@ -44,7 +53,9 @@ class ConeSpace:
         """
         name, reader = KINDS[self.variant, self.mapping, self.squared, self.clamp_heights]
         vectors, gamma, radius = ConeVectors(query, key, self, scale), self.gamma, self.radius
-        head = () if self.variant == "umbral" else (radius**2 * (gamma if self.squared else gamma**2),)
+        head = (
+            () if self.variant == "umbral" else (radius**2 * (gamma if self.squared else gamma**2),)
+        )
         term = ScoreTerm(
             TERMS[name if scale is None else f"{name}_on_product"],
             vectors.definition,
@@ -62,7 +73,12 @@ class ConeSpace:
 
 def read(kind, row, column, head):
     """See `Reader`: the statistics before |X|². Parameters: gamma and the radius."""
-    (variant, mapping, squared, clamp_heights), (dim,), (last, side), (gamma, radius) = kind, row, column, head
+    (variant, mapping, squared, clamp_heights), (dim,), (last, side), (gamma, radius) = (
+        kind,
+        row,
+        column,
+        head,
+    )
     height, stretch = of_parts(last, side, dim, mapping, radius)
     if variant == "umbral":
         half = gamma / 2
@@ -71,7 +87,10 @@ def read(kind, row, column, head):
     height, rim = height * weight, radius * weight
     height = torch.minimum(height, CLAMP * rim) if clamp_heights else height
     square = rim * rim
-    return stretch * weight, (height * height, torch.maximum(square - height * height, FLOOR * square).sqrt())
+    return stretch * weight, (
+        height * height,
+        torch.maximum(square - height * height, FLOOR * square).sqrt(),
+    )
 
 
 #: The names of the term and of the reader of each kind of score: variant, mapping, squared, clamp_heights.
@@ -79,7 +98,10 @@ KINDS: dict[tuple[str, str, bool, bool], tuple[str, str]] = {}
 for _kind in product(("umbral", "penumbral"), MAPPINGS, (True, False), (True, False)):
     _variant, _mapping, _squared, _clamp = _kind
     _reader = f"cone {_variant} {_mapping} squared={_squared} clamp={_clamp}"
-    KINDS[_kind] = "umbral" if _variant == "umbral" else "penumbral" + "_squared" * _squared, _reader
+    KINDS[_kind] = (
+        "umbral" if _variant == "umbral" else "penumbral" + "_squared" * _squared,
+        _reader,
+    )
     READERS[_reader] = Reader(_reader, partial(read, _kind), 2, left_out=1)
 
 
@@ -93,7 +115,9 @@ class ConeVectors:
     key: Tensor
     space: ConeSpace
     scale: float | None
-    stretches: list[Tensor] = field(default_factory=list)  # of queries [B, H, N] and of keys [B, Hkv, M]
+    stretches: list[Tensor] = field(
+        default_factory=list
+    )  # of queries [B, H, N] and of keys [B, Hkv, M]
     horizontals: tuple[Tensor, Tensor] | None = None
 
     def statistics(self) -> Numbers:
@@ -110,7 +134,9 @@ class ConeVectors:
             else:
                 numbers.append(torch.full((1,), number, dtype=dtype, device=query.device))
         gamma, radius = torch.broadcast_tensors(*numbers)
-        weight = gamma.sqrt() if space.squared else gamma  # penumbral lengths are stretched so that gamma becomes 1
+        weight = (
+            gamma.sqrt() if space.squared else gamma
+        )  # penumbral lengths are stretched so that gamma becomes 1
         if space.variant == "umbral":
             height_factor = gamma / 2
             gap_factor = height_factor * (2 * torch.exp(-radius) / -torch.expm1(-2 * radius))
@@ -130,7 +156,9 @@ class ConeVectors:
             else:
                 height, stretch = of_parts(last, norm, dim, "expmap")
             self.stretches.append(stretch)
-            length = norm * stretch * stretch  # |X|²; 0 too where expmap stretches so far that the square is infinite
+            length = (
+                norm * stretch * stretch
+            )  # |X|²; 0 too where expmap stretches so far that the square is infinite
             if len(gamma) > 1 and x.shape[1] != heads:
                 owner = torch.arange(heads, device=x.device) // (heads // kv_heads)
                 height = height.index_select(1, owner)
@@ -145,13 +173,17 @@ class ConeVectors:
             if scale is None:
                 statistics.append(length)
             else:
-                statistics += (length, stretch, last) if is_key else (length, stretch / scale, last * scale)
+                statistics += (
+                    (length, stretch, last) if is_key else (length, stretch / scale, last * scale)
+                )
             sides.append(statistics)
         head = [(gap_factor**2).expand(heads)]
         if space.variant != "umbral":
             head.insert(0, (rim[:, 0] ** 2).expand(heads))
         query_factor, key_factor = self.stretches
-        return Numbers(sides[0], sides[1], head, (query_factor, key_factor) if scale is None else None)
+        return Numbers(
+            sides[0], sides[1], head, (query_factor, key_factor) if scale is None else None
+        )
 
     def features(self) -> tuple[Tensor, Tensor]:
         """The points' horizontal parts, [B, H, N, d - 1] and [B, Hkv, M, d - 1]."""
@@ -171,7 +203,9 @@ class ConeVectors:
         """The dense logits."""
         s, device = self.space, self.query.device
         numbers = (s.gamma, s.radius)
-        gamma, radius = (torch.as_tensor(x, dtype=torch.float64, device=device).reshape(-1) for x in numbers)
+        gamma, radius = (
+            torch.as_tensor(x, dtype=torch.float64, device=device).reshape(-1) for x in numbers
+        )
         return definition(
             *(self.query, self.key, gamma, radius),
             variant=s.variant,
@@ -188,4 +222,6 @@ class ConeLayer(ScoreLayer):
 
     def __init__(self, config: ConeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        self.space = partial(ConeSpace, config.variant, config.resolved_mapping, config.squared, config.clamp_heights)
+        self.space = partial(
+            ConeSpace, config.variant, config.resolved_mapping, config.squared, config.clamp_heights
+        )

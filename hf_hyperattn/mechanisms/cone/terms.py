@@ -54,7 +54,10 @@ class ConeTerm(DerivedDistanceTerm):
     def is_inexact(self, squared_distance, row, column, head):
         size, weight = row[self.before], head[-1]
         if self.on_product:
-            (stretch_q, last_q), (stretch_k, last_k) = row[self.before + 1 :], column[self.before + 1 :]
+            (stretch_q, last_q), (stretch_k, last_k) = (
+                row[self.before + 1 :],
+                column[self.before + 1 :],
+            )
             size = torch.mul((stretch_q * last_q).abs(), (stretch_k * last_k).abs()).add_(size)
         return squared_distance < size * (EXACT * weight * size).clamp_(NEAR, NEAREST)
 
@@ -71,7 +74,9 @@ class ConeTerm(DerivedDistanceTerm):
     def logits(self, dot, row, column, head, squared_distance=None):
         squared, _ = self.squared_distances(dot, row, column, head, squared_distance)
         heights = row[: self.before], column[: self.before]
-        return self.height(squared.mul_(head[-1]), row[0] - column[0], *heights, head)[0]  # in its place
+        return self.height(squared.mul_(head[-1]), row[0] - column[0], *heights, head)[
+            0
+        ]  # in its place
 
     def derive(self, row, column, head, squared_distance):
         weight, heights = head[-1], (row[: self.before], column[: self.before])
@@ -91,7 +96,9 @@ class ConeTerm(DerivedDistanceTerm):
             return d_squared.mul_(-2), (by_row,), (by_column,)
         _, stretch_q, last_q = row[self.before :]
         _, stretch_k, last_k = column[self.before :]
-        inner = torch.addcmul(dot, last_q, last_k, value=-1).mul_(d_squared).mul_(-2)  # times that by the stretches
+        inner = (
+            torch.addcmul(dot, last_q, last_k, value=-1).mul_(d_squared).mul_(-2)
+        )  # times that by the stretches
         d_dot = d_squared.mul_(-2).mul_(stretch_k).mul_(stretch_q)
         rows = (by_row, inner @ stretch_k.mT, -(d_dot @ last_k.mT))
         columns = (by_column, stretch_q.mT @ inner, -(last_q.mT @ d_dot))
@@ -122,7 +129,12 @@ class Umbral(ConeTerm):
         def pullback(grad):
             d_gap = torch.where(level, 0.0, grad / w.clamp_min(SMALLEST)).mul_(-0.5)
             d_u = torch.where(level & ~tied(square, hq, hk), grad, 0.0).mul_(u.sign()).neg_()
-            return d_gap, ((d_u - grad).sum(-1, keepdim=True),), (-(d_u + grad).sum(-2, keepdim=True),), ()
+            return (
+                d_gap,
+                ((d_u - grad).sum(-1, keepdim=True),),
+                (-(d_u + grad).sum(-2, keepdim=True),),
+                (),
+            )
 
         return logits, pullback
 
@@ -139,7 +151,10 @@ class Penumbral(ConeTerm):
 
     def height(self, gap, u, row, column, head):
         (pq, a), (pk, b), r2 = row, column, head[0]
-        tie, gap = gap <= 0, gap.clamp_min(SMALLEST**2)  # a copy: the caller still reads the distance as it was
+        tie, gap = (
+            gap <= 0,
+            gap.clamp_min(SMALLEST**2),
+        )  # a copy: the caller still reads the distance as it was
         distance = gap.sqrt()
         half = (a + b).sub_(distance).mul_(0.5)
         outside = half < 0
@@ -156,7 +171,9 @@ class Penumbral(ConeTerm):
             d_h2 = -grad if self.squared else grad / (-2 * root)
             out, both = torch.where(outside, d_h2, 0.0), torch.where(inside | outside, 0.0, d_h2)
             higher = d_h2 - out - both
-            by_q = higher * (0.5 * (1 + u.sign().masked_fill_(tied(u * u, pq, pk), 0.0)))  # equal heights share it
+            by_q = higher * (
+                0.5 * (1 + u.sign().masked_fill_(tied(u * u, pq, pk), 0.0))
+            )  # equal heights share it
             d_half = -both * half  # of each half width; the distance counts as much, less
             ratio.clamp_(-1, 1)  # it is between where it counts, outside
             d_gap = 0.25 * out * (1 - ratio.square()) - d_half * (0.5 / distance)

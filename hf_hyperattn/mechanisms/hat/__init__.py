@@ -6,7 +6,9 @@ from .config import HatConfig
 
 def no_layer(config, host, mode, heads):
     """HAT has no layer for a host."""
-    raise ValueError("HatConfig changes the architecture; hf_hyperattn.convert(model, config) is for it")
+    raise ValueError(
+        "HatConfig changes the architecture; hf_hyperattn.convert(model, config) is for it"
+    )
 
 
 register(

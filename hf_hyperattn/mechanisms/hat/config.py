@@ -148,4 +148,7 @@ class HatConfig(MechanismConfig):
         if not has_cross_blocks(self.layout):
             for name, default in (("cross_blocks", "copy"), ("gated", False)):
                 if getattr(self, name) != default:
-                    self._refuse(name, f"{default!r}, since layout={short(self.layout)} has no cross-segment block")
+                    self._refuse(
+                        name,
+                        f"{default!r}, since layout={short(self.layout)} has no cross-segment block",
+                    )

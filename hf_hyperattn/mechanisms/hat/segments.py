@@ -15,7 +15,9 @@ from torch import Tensor
 
 def segments_of(tokens: int, length: int) -> int:
     """The most segments of length K that so many tokens make."""
-    return max(1, (tokens + length - 3) // (length - 1))  # no negative number: ONNX rounds towards 0
+    return max(
+        1, (tokens + length - 3) // (length - 1)
+    )  # no negative number: ONNX rounds towards 0
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,17 @@ def segment(
     return Segments(tokens, filled, torch.where(real, places, 0), real, members, present, rows)
 
 
-def _numbered(rank: Tensor, behind: Tensor, length: int, groups: Tensor | None) -> tuple[Tensor, Tensor]:
+def _numbered(
+    rank: Tensor, behind: Tensor, length: int, groups: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """In which segment of its text each token behind the CLS token stands, and how many stand before it there."""
     if groups is None:
         return rank // (length - 1), rank % (length - 1)
     B, N = rank.shape
     order = torch.where(behind, rank, N)
-    ranked = torch.zeros(B, N + 1, dtype=groups.dtype, device=groups.device).scatter(1, order, groups)[:, :N]
+    ranked = torch.zeros(B, N + 1, dtype=groups.dtype, device=groups.device).scatter(
+        1, order, groups
+    )[:, :N]
     begins = torch.ones_like(behind)
     begins[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
     at = torch.arange(N, device=rank.device)

@@ -26,7 +26,9 @@ class HeadFusionConfig(MechanismConfig):
         optional=True,
     )
     spread: float = option(
-        0.02, "standard deviation of the query map where it starts; the heads' keys start at 0", above=0
+        0.02,
+        "standard deviation of the query map where it starts; the heads' keys start at 0",
+        above=0,
     )
     seed: int = option(0, "of the query map where it starts", least=0, most=MOST_SEED)
 

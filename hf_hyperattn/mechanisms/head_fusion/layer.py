@@ -43,8 +43,14 @@ class HeadFusionLayer(MechanismLayer):
             )
         self.layer_index, self.count = host.layer_index, host.heads if heads is None else len(heads)
         size = config.size_for(host.heads)
-        if size > host.width:  # before anything of that size is made: a record may come from a stranger
-            refuse("HeadFusionConfig.size", size, f"1 to {host.width}, the width of the hidden states of {host.name}")
+        if (
+            size > host.width
+        ):  # before anything of that size is made: a record may come from a stranger
+            refuse(
+                "HeadFusionConfig.size",
+                size,
+                f"1 to {host.width}, the width of the hidden states of {host.name}",
+            )
         self.query_map = nn.Parameter(torch.empty(size, host.width))
         self.kappa = nn.Parameter(torch.empty(self.count, size))
         self.bias = nn.Parameter(torch.empty(self.count))
@@ -55,7 +61,9 @@ class HeadFusionLayer(MechanismLayer):
     def reset_parameters(self) -> None:
         """The query map at its seeded numbers, which differ between layers; zero for the rest."""
         generator = torch.Generator().manual_seed((self.config.seed + self.layer_index) % 2**63)
-        drawn = torch.randn(self.query_map.shape, generator=generator, device="cpu", dtype=torch.float32)
+        drawn = torch.randn(
+            self.query_map.shape, generator=generator, device="cpu", dtype=torch.float32
+        )
         start = drawn * self.config.spread
         init.copy_(self.query_map, start.to(self.query_map))
         init.zeros_(self.kappa)

@@ -41,7 +41,13 @@ def loss_both(
     """
     query, key = query.double(), key.double()
     _, root = both_with_root(
-        query, key, key[..., :1], hierarchy, scale, keep_diagonal=keep_diagonal, position_bias=position_bias
+        query,
+        key,
+        key[..., :1],
+        hierarchy,
+        scale,
+        keep_diagonal=keep_diagonal,
+        position_bias=position_bias,
     )
     real = _real(hierarchy, query)
     total = torch.zeros_like(root)

@@ -66,10 +66,14 @@ class HsaConfig(MechanismConfig):
         choices=TYINGS,
         optional=True,
     )
-    keep_diagonal: bool = option(True, "both: whether a token attends to itself; the paper's own setting is False")
+    keep_diagonal: bool = option(
+        True, "both: whether a token attends to itself; the paper's own setting is False"
+    )
     near: Counts = _counts("key: blocks less than so many tokens away are opened; None: 64")
     sinks: Counts = _counts("key: blocks of the first so many tokens are opened; None: 4")
-    refine_top_k: Counts = _counts("key: so many blocks of every level are opened, chosen by query; None: 16")
+    refine_top_k: Counts = _counts(
+        "key: so many blocks of every level are opened, chosen by query; None: 16"
+    )
     block_bias: float | tuple[float, ...] | None = option(
         None,
         "key: added to the logit of closed blocks; -inf (in JSON '-inf') drops them; None: 0; where it is learned, the "
@@ -100,7 +104,9 @@ class HsaConfig(MechanismConfig):
         if self.block_bias == math.inf:
             self._refuse("block_bias", "a finite number, or -inf")
         for f in fields(self):
-            if f.name != "block_bias" or self.block_bias != -math.inf:  # the one infinite number allowed
+            if (
+                f.name != "block_bias" or self.block_bias != -math.inf
+            ):  # the one infinite number allowed
                 check_field("HsaConfig", f.name, getattr(self, f.name), f.metadata)
         object.__setattr__(self, "windows", checked_sizes(self.windows))
         for name in DEFAULTS:
@@ -114,7 +120,9 @@ class HsaConfig(MechanismConfig):
         for x in several:
             fine = isinstance(x, int | float) and not isinstance(x, bool)
             fine = fine and (
-                isinstance(x, int) and 0 <= x <= MOST_INTEGER if whole else not math.isnan(x) and x < math.inf
+                isinstance(x, int) and 0 <= x <= MOST_INTEGER
+                if whole
+                else not math.isnan(x) and x < math.inf
             )
             if not fine:
                 kind = f"integers from 0 to {MOST_INTEGER:,}" if whole else "finite numbers or -inf"

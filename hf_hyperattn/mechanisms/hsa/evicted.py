@@ -39,12 +39,16 @@ def attend_evicted(
     starts = torch.zeros(1).long() if levels.starts is None else levels.starts
     _, held = levels.held or (0, ((0, 0),) * len(levels.keys))
     starts = starts.to(like.device).view(-1, 1, 1, 1)
-    of_heads = lambda x, dtype: torch.as_tensor(x, dtype=dtype, device=like.device).reshape(1, -1, 1, 1)
+    of_heads = lambda x, dtype: torch.as_tensor(x, dtype=dtype, device=like.device).reshape(
+        1, -1, 1, 1
+    )
     place = torch.arange(offset, offset + queries, device=like.device).view(1, 1, -1, 1) - starts
     near, sinks = (of_heads(x, torch.long) for x in (near, sinks))
     added = of_heads(0.0 if block_bias is None else block_bias, like.dtype)
     parts = []
-    for level, (key, value, (head, gone)) in enumerate(zip(levels.keys, levels.values, held, strict=True)):
+    for level, (key, value, (head, gone)) in enumerate(
+        zip(levels.keys, levels.values, held, strict=True)
+    ):
         row = torch.arange(key.shape[2], device=like.device)
         index = torch.where(row < head, row, row + gone) - (0 if level else starts)
         seen = is_seen(levels.sizes, level, index, place, near, sinks)
@@ -62,11 +66,15 @@ def attend_evicted(
     batch, heads = (max(b.shape[axis] for b in biases) for axis in (0, 1))
     mask = torch.cat([b.expand(batch, heads, -1, -1) for b in biases], -1)
     joined = torch.cat(keys, 2), torch.cat(values, 2)
-    out = scaled_dot_product_attention(query.to(like.dtype), *joined, attn_mask=mask, scale=scale, enable_gqa=True)
+    out = scaled_dot_product_attention(
+        query.to(like.dtype), *joined, attn_mask=mask, scale=scale, enable_gqa=True
+    )
     return out.masked_fill(mask.isneginf().all(-1, keepdim=True), 0.0)
 
 
-def is_seen(sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor) -> Tensor:
+def is_seen(
+    sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor
+) -> Tensor:
     """Bool: whether causal queries at `place` attend to the blocks (level 0: tokens) `index` themselves.
 
     Places count from a row's first real token. Windows are continued to the right, so that what a query sees does not
@@ -76,7 +84,9 @@ def is_seen(sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, ne
 
     def stands_open(level: int, index: Tensor) -> Tensor:
         first = index * widths[level]
-        return is_open(first, start - (first + widths[level] - 1), first - (start + sizes[0] - 1), near, sinks)
+        return is_open(
+            first, start - (first + widths[level] - 1), first - (start + sizes[0] - 1), near, sinks
+        )
 
     if level:
         seen = ((index + 1) * widths[level] <= start) & ~stands_open(level, index)

@@ -80,7 +80,9 @@ def hierarchical_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_choice("tying", tying, TYINGS)
     hierarchy = checked_hierarchy(hierarchy)
-    near, sinks, refine_top_k = (tuple(x) if isinstance(x, Sequence) else x for x in (near, sinks, refine_top_k))
+    near, sinks, refine_top_k = (
+        tuple(x) if isinstance(x, Sequence) else x for x in (near, sinks, refine_top_k)
+    )
     learned = isinstance(block_bias, Tensor)
     bias = None if isinstance(block_bias, Tensor) else block_bias
     config = HsaConfig((), tying, keep_diagonal, near, sinks, refine_top_k, bias)
@@ -89,8 +91,12 @@ def hierarchical_attention(
         raise ValueError(said)
     check_choice("backend", backend, BACKENDS)
     if tying == "both" and (learned or backend != "auto"):
-        name, allowed = ("block_bias=a tensor", "None") if learned else (f"{backend=}", "backend='auto'")
-        raise ValueError(f"{name} has no meaning with tying='both'; allowed: {allowed}, or tying='key'")
+        name, allowed = (
+            ("block_bias=a tensor", "None") if learned else (f"{backend=}", "backend='auto'")
+        )
+        raise ValueError(
+            f"{name} has no meaning with tying='both'; allowed: {allowed}, or tying='key'"
+        )
     if isinstance(block_bias, Tensor):
         check_heads(block_bias, query.shape[1])
         rule = replace(rule, block_bias=block_bias)
@@ -124,4 +130,6 @@ def check_heads(block_bias: Tensor, heads: int) -> None:
             f"block_bias has shape {tuple(block_bias.shape)}; allowed: one number, or one per query head, ({heads},)"
         )
     if can_read(block_bias) and not bool((block_bias < float("inf")).all()):
-        raise ValueError(f"block_bias={short(block_bias.tolist())} is not allowed; allowed: finite numbers or -inf")
+        raise ValueError(
+            f"block_bias={short(block_bias.tolist())} is not allowed; allowed: finite numbers or -inf"
+        )

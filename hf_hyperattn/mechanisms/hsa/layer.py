@@ -38,7 +38,11 @@ class HsaLayer(SelectionLayer):
 
     def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        rule = None if host is None else config.rule(host.is_causal or self.grows, host.heads, host.name)
+        rule = (
+            None
+            if host is None
+            else config.rule(host.is_causal or self.grows, host.heads, host.name)
+        )
         softcap = getattr(getattr(host, "config", None), "attn_logit_softcapping", None)
         if host is not None and softcap is not None:
             raise ValueError(
@@ -51,16 +55,30 @@ class HsaLayer(SelectionLayer):
         """See `SelectionLayer.find_rules`. With tying="both" all heads are tied, and `weigh_heads` chooses."""
         rule = self.config.rule(is_causal or self.grows, total, "this call")
         if count < total:
-            by_head = {name: numbers for name, numbers in vars(rule).items() if isinstance(numbers, tuple)}
-            rule = replace(rule, **{name: numbers[first : first + count] for name, numbers in by_head.items()})
+            by_head = {
+                name: numbers for name, numbers in vars(rule).items() if isinstance(numbers, tuple)
+            }
+            rule = replace(
+                rule, **{name: numbers[first : first + count] for name, numbers in by_head.items()}
+            )
         if self.heads is None or rule.tying == "both":
             return rule
         near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * count
-        return replace(rule, near=tuple(n if h in self.heads else EVERYTHING for h, n in enumerate(near, first)))
+        return replace(
+            rule,
+            near=tuple(n if h in self.heads else EVERYTHING for h, n in enumerate(near, first)),
+        )
 
-    def attend_selected(self, asked: SelectingCall, rules: Rule, parameters: dict[str, Tensor | None]) -> Result:
+    def attend_selected(
+        self, asked: SelectingCall, rules: Rule, parameters: dict[str, Tensor | None]
+    ) -> Result:
         """See `SelectionLayer.attend_selected`."""
-        call, score, options, learned = asked.call, asked.score, asked.options, parameters["block_bias"]
+        call, score, options, learned = (
+            asked.call,
+            asked.score,
+            asked.options,
+            parameters["block_bias"],
+        )
         if asked.backend != "auto":
             self._warn_once(
                 f"set_backend(model, {asked.backend!r}) does not reach the tied attention of hsa, which has its own "
@@ -86,15 +104,21 @@ class HsaLayer(SelectionLayer):
             call.is_causal or self.grows,
             weights=asked.weights,
             cache=asked.cache,
-            reading=read_mask(call.query, call.key, options, call.is_causal, call.first, self.grows),
+            reading=read_mask(
+                call.query, call.key, options, call.is_causal, call.first, self.grows
+            ),
             position_ids=call.keywords.get("position_ids"),
             chunk=call.chunk if call.keywords.get("indices") is None else 1,
         )
         return hierarchical(score, asked.value, options, request)
 
-    def attend(self, call, whole, parameters, score, value, options, backend="auto", weights=False) -> Result:
+    def attend(
+        self, call, whole, parameters, score, value, options, backend="auto", weights=False
+    ) -> Result:
         """See `SelectionLayer.attend`."""
-        out, shares = super().attend(call, whole, parameters, score, value, options, backend, weights)
+        out, shares = super().attend(
+            call, whole, parameters, score, value, options, backend, weights
+        )
         return make_differentiable(out, shares, value, options)
 
     def weigh_heads(self, gate: Tensor | None, call: HostCall, rules: Rule) -> Tensor | None:
@@ -104,7 +128,9 @@ class HsaLayer(SelectionLayer):
         return super().weigh_heads(gate, call, rules)
 
 
-def make_differentiable(out: Tensor, shares: Tensor | None, value: Tensor, options: Options) -> Result:
+def make_differentiable(
+    out: Tensor, shares: Tensor | None, value: Tensor, options: Options
+) -> Result:
     """Return the output as the product of the weights and the values, so that the loss has a gradient by the weights.
 
     Args:
@@ -115,4 +141,6 @@ def make_differentiable(out: Tensor, shares: Tensor | None, value: Tensor, optio
     """
     if shares is None or not shares.requires_grad or options.dropout_p:
         return out, shares
-    return weighted_sum(shares, repeat_heads(value, shares.shape[1]).to(shares.dtype)).to(out.dtype), shares
+    return weighted_sum(shares, repeat_heads(value, shares.shape[1]).to(shares.dtype)).to(
+        out.dtype
+    ), shares

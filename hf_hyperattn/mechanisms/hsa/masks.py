@@ -25,7 +25,9 @@ def hierarchy_for(
         make = Hierarchy.windows if torch.compiler.is_compiling() else windows
         return make(keys, hierarchy)
     hierarchy = as_hierarchy(hierarchy)
-    if is_causal and not hierarchy.is_windows:  # in a prompt that comes in chunks, groups stay as it grows
+    if (
+        is_causal and not hierarchy.is_windows
+    ):  # in a prompt that comes in chunks, groups stay as it grows
         keys = max(keys, hierarchy.length)
     return hierarchy.fitted(batch, keys, growing=is_causal)
 
@@ -34,7 +36,9 @@ def cut(hierarchy: Hierarchy, keys: int) -> Hierarchy:
     """Trees of which there are only the first `keys` tokens so far; leaves to come stay, and no query sees them."""
     if hierarchy.length <= keys:
         return hierarchy
-    return Hierarchy(keys, hierarchy.trees, tuple(places.clamp_max(keys) for places in hierarchy.tokens))
+    return Hierarchy(
+        keys, hierarchy.trees, tuple(places.clamp_max(keys) for places in hierarchy.tokens)
+    )
 
 
 @lru_cache(maxsize=16)
@@ -67,7 +71,9 @@ def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierar
         return hierarchy
     there = real.any(1, keepdim=True)
     made = Hierarchy.windows(hierarchy.length, hierarchy.sizes or (), real | ~there)
-    if is_causal and made.starts is not None:  # windows of a row of padding begin after all that there is
+    if (
+        is_causal and made.starts is not None
+    ):  # windows of a row of padding begin after all that there is
         made = replace(made, starts=made.starts.where(there[:, 0], hierarchy.length))
     if made.is_windows or not is_causal:
         return made
@@ -135,5 +141,7 @@ def without_first(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarc
     left, trees, tokens = hierarchy.length - first, [], []
     for tree, places in trees_of(hierarchy, True):
         trees.append(tree)
-        tokens.append(torch.where((places >= first) & (places < hierarchy.length), places - first, left))
+        tokens.append(
+            torch.where((places >= first) & (places < hierarchy.length), places - first, left)
+        )
     return Hierarchy(left, tuple(trees), tuple(tokens)), skipped

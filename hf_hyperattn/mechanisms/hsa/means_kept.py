@@ -31,10 +31,16 @@ class WindowMeans(KeptWithKeys):
         self.sizes, self.starts = sizes, starts
         rooms = [tensor.room for tensor in cache.tokens]
         dtype = working_dtype(rooms[0])
-        self.first = [0] * len(rooms[0]) if starts is None else starts.tolist()  # where every row starts
-        self.means: list[Pair] = [(GrowingTensor(rooms[0], dtype), GrowingTensor(rooms[1], dtype)) for _ in sizes]
+        self.first = (
+            [0] * len(rooms[0]) if starts is None else starts.tolist()
+        )  # where every row starts
+        self.means: list[Pair] = [
+            (GrowingTensor(rooms[0], dtype), GrowingTensor(rooms[1], dtype)) for _ in sizes
+        ]
         self.blocks = [Blocks(list(self.first), size) for size in sizes]
-        self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None  # all means, until more are complete
+        self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
+            None  # all means, until more are complete
+        )
 
     def has_evicted(self, cache: LayerCache) -> bool:
         """Whether something is gone already."""
@@ -50,9 +56,14 @@ class WindowMeans(KeptWithKeys):
                 below, width = self.means[level], size
             self.shown = None
         if self.shown is None:
-            self.shown = tuple(k.view() for k, _ in self.means), tuple(v.view() for _, v in self.means)
+            self.shown = (
+                tuple(k.view() for k, _ in self.means),
+                tuple(v.view() for _, v in self.means),
+            )
         tables = (cache.tokens, *self.means)
-        keys, values = ((tokens.view(), *shown) for tokens, shown in zip(cache.tokens, self.shown, strict=True))
+        keys, values = (
+            (tokens.view(), *shown) for tokens, shown in zip(cache.tokens, self.shown, strict=True)
+        )
         held = None
         if self.has_evicted(cache):
             held = cache.length, tuple((k.head, k.gone) for k, _ in tables)
@@ -73,7 +84,9 @@ class WindowMeans(KeptWithKeys):
                 inside = slice(start + done * branching - gone, start + count * branching - gone)
                 if count > done:
                     new = parts.room[row, :, inside].unflatten(1, (count - done, branching))
-                    mean.room[row, :, done - mean.gone : count - mean.gone] = new.to(mean.room.dtype).mean(2)
+                    mean.room[row, :, done - mean.gone : count - mean.gone] = new.to(
+                        mean.room.dtype
+                    ).mean(2)
 
     def before_append(self, cache: LayerCache) -> None:
         """Forget what no query sees from here on, nor from `TAKEN_BACK` tokens before.
@@ -85,7 +98,9 @@ class WindowMeans(KeptWithKeys):
         safe = cache.length - TAKEN_BACK
         if not isinstance(keep, KeepWindows):
             return
-        if safe <= max(starts) or safe < cache.shortest + self.sizes[0]:  # a window more, or nothing can go
+        if (
+            safe <= max(starts) or safe < cache.shortest + self.sizes[0]
+        ):  # a window more, or nothing can go
             return
         cache.shortest, self.shown = max(cache.shortest, safe), None
         for pair, width, parent in zip((cache.tokens, *self.means), (1, *self.sizes), self.sizes):
@@ -115,7 +130,9 @@ class WindowMeans(KeptWithKeys):
             for mean in pair:
                 mean.pick(rows)
         self.first = [self.first[row] for row in rows.tolist()]
-        self.starts = None if self.starts is None else none_if_zero(self.starts[rows.to(self.starts.device)])
+        self.starts = (
+            None if self.starts is None else none_if_zero(self.starts[rows.to(self.starts.device)])
+        )
 
 
 def levels_of(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None) -> Levels:

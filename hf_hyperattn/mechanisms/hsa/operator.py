@@ -71,7 +71,11 @@ def call(
 ) -> tuple[Tensor, Tensor]:
     """What the function of this name computes; gradients reach all floating tensors but the mask."""
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-    if can_read(*tensors) and not torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack():
+    if (
+        can_read(*tensors)
+        and not torch.is_grad_enabled()
+        and not torch._C._len_torch_dispatch_stack()
+    ):
         # such as decoding, of which dispatch is a good part; modes, such as FLOP counters, see the operator
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     if torch.onnx.is_in_onnx_export():
@@ -100,13 +104,19 @@ def flatten(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
 
 def unflatten(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarchy:
     """The hierarchy again; the same object for the same content, so that its layout is made once."""
-    parts = [(k, t) for k, t in named if k.split(" ")[0] in ("starts", "stops", "parents", "kinds", "tokens")]
+    parts = [
+        (k, t)
+        for k, t in named
+        if k.split(" ")[0] in ("starts", "stops", "parents", "kinds", "tokens")
+    ]
     content = tuple((key, t.cpu().numpy().tobytes()) for key, t in parts)
     return _hierarchy_of(content, None if sizes is None else tuple(sizes), length)
 
 
 @lru_cache(maxsize=16)
-def _hierarchy_of(content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...] | None, length: int) -> Hierarchy:
+def _hierarchy_of(
+    content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...] | None, length: int
+) -> Hierarchy:
     parts = [torch.frombuffer(bytearray(data), dtype=torch.long) for _, data in content]
     if sizes is not None:
         spans = dict(zip((name for name, _ in content), parts))
@@ -115,14 +125,20 @@ def _hierarchy_of(content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...]
     return Hierarchy(length, tuple(map(Tree, parts[::3], parts[1::3], kinds)), tuple(parts[2::3]))
 
 
-def _unflatten_call(tensors: Sequence[Tensor], names: str) -> tuple[Function, Sequence[Tensor], Named]:
+def _unflatten_call(
+    tensors: Sequence[Tensor], names: str
+) -> tuple[Function, Sequence[Tensor], Named]:
     function, *keys = names.split(BREAK)
     return FUNCTIONS[function], tensors[:3], list(zip(keys, tensors[3:], strict=True))
 
 
 @torch.library.custom_op("hf_hyperattn::hsa", mutates_args=())
 def hsa(
-    tensors: Sequence[Tensor], names: str, sizes: Sequence[int] | None, numbers: Sequence[int], scale: float
+    tensors: Sequence[Tensor],
+    names: str,
+    sizes: Sequence[int] | None,
+    numbers: Sequence[int],
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The operator: output [B, H, N, dv], and what else the function that `names` begins with computes."""
     function, *arguments = _unflatten_call(tensors, names)
@@ -152,18 +168,26 @@ def backward(
     with full_precision(grads[0].device):  # backward may be called under autocast
         gradients = None
         if function.backward is not None:
-            gradients = function.backward(grads[0], *results, features, named, sizes, numbers, scale)
+            gradients = function.backward(
+                grads[0], *results, features, named, sizes, numbers, scale
+            )
         if gradients is None:
             gradients = _by_autograd(function, grads, tensors, names, sizes, numbers, scale)
     return [
-        torch.zeros_like(t, memory_format=torch.contiguous_format) if g is None else g.to(t.dtype).contiguous()
+        torch.zeros_like(t, memory_format=torch.contiguous_format)
+        if g is None
+        else g.to(t.dtype).contiguous()
         for t, g in zip(tensors, gradients, strict=True)
     ]
 
 
-def _by_autograd(function: Function, grads, tensors: Sequence[Tensor], names: str, *rest) -> list[Tensor | None]:
+def _by_autograd(
+    function: Function, grads, tensors: Sequence[Tensor], names: str, *rest
+) -> list[Tensor | None]:
     keys = [*["feature"] * 3, *names.split(BREAK)[1:]]
-    learned = [t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)]
+    learned = [
+        t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)
+    ]
     with autograd_inside_operator():
         inputs = [t.detach().requires_grad_(learns) for t, learns in zip(tensors, learned)]
         results = function.compute(*_unflatten_call(inputs, names)[1:], *rest)
@@ -187,7 +211,9 @@ def _pullback(ctx, *grads):
     out, second, *tensors = ctx.saved_tensors
     grads = backward([g.contiguous() for g in grads], [out, second], tensors, *ctx.rest)
     _, sizes, *_ = ctx.rest
-    none = [] if sizes is not None and not len(sizes) else None  # an empty list counts as one of tensors
+    none = (
+        [] if sizes is not None and not len(sizes) else None
+    )  # an empty list counts as one of tensors
     return grads, None, none, None, None
 
 
@@ -195,7 +221,13 @@ hsa.register_autograd(_pullback, setup_context=_save)
 refuse_in_operator(backward, "hsa by its compiled kernel", "with tying='key' use backend='torch'")
 
 
-def _flops(shapes: Sequence, names: str, sizes: Sequence[int] | None, numbers: Sequence[int], backward: bool) -> int:
+def _flops(
+    shapes: Sequence,
+    names: str,
+    sizes: Sequence[int] | None,
+    numbers: Sequence[int],
+    backward: bool,
+) -> int:
     """Of the products: two a logit, in the gradients five."""
     function, (query, key, value), named = _unflatten_call(shapes, names)
     width, value_width = query[3], value[3]

@@ -36,18 +36,28 @@ def pairs(
     if not sizes or near >= length:
         return length * (length + 1) // 2 if is_causal else length**2
     bottom, looked = sizes[0], top_k > 0 or not dropped
-    first = np.arange(0, length, bottom)[:, None]  # of every bottom window: its queries have the same cover
+    first = np.arange(0, length, bottom)[
+        :, None
+    ]  # of every bottom window: its queries have the same cover
     rows = np.minimum(length - first[:, 0], bottom)
-    total, laid, open_above = np.zeros_like(rows), np.zeros_like(rows), np.ones((len(first), 1), bool)
+    total, laid, open_above = (
+        np.zeros_like(rows),
+        np.zeros_like(rows),
+        np.ones((len(first), 1), bool),
+    )
     levels = zip(reversed((1, *sizes[:-1])), reversed(sizes), (None, *reversed(sizes[1:])))
     for below, size, above in levels:
         start, own = np.arange(0, length, size), first // size * size
         there = start < own if is_causal else start != own
         if above is not None:  # only the children of what is open stand here
             there &= open_above.repeat(above // size, 1)[:, : len(start)]
-        opened = there & is_open(start, first - (start + size - 1), start - (first + bottom - 1), near, sinks)
+        opened = there & is_open(
+            start, first - (start + size - 1), start - (first + bottom - 1), near, sinks
+        )
         closed = there & ~opened
-        single = (closed & (start == length - 1)).sum(1)  # one token, at the ragged end: never opened
+        single = (closed & (start == length - 1)).sum(
+            1
+        )  # one token, at the ragged end: never opened
         free = closed.sum(1) + laid
         chosen = np.minimum(free - single, top_k)
         if looked:
@@ -60,7 +70,13 @@ def pairs(
 
 
 def pairs_of_queries(
-    queries: int, keys: int, sizes: Sequence[int], near: int, sinks: int, top_k: int, is_causal: bool
+    queries: int,
+    keys: int,
+    sizes: Sequence[int],
+    near: int,
+    sinks: int,
+    top_k: int,
+    is_causal: bool,
 ) -> float:
     """The logits of the last `queries` of `keys` tokens; arguments as in `pairs`."""
     count = lambda length: pairs(length, tuple(sizes), near, sinks, top_k, is_causal)

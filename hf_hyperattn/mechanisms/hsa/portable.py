@@ -27,16 +27,29 @@ INF = float("inf")
 def supports(query: Tensor, key: Tensor, options: Options, request: Any) -> bool:
     """Whether a call (see `request.Request`) is one over windows and whole rows, which this module can compute."""
     rule = request.rule
-    whole = isinstance(request.hierarchy, tuple) and query.shape[2] == key.shape[2] and not options.offset
+    whole = (
+        isinstance(request.hierarchy, tuple)
+        and query.shape[2] == key.shape[2]
+        and not options.offset
+    )
     plain_mask = options.mask is None or options.mask.dtype == torch.bool
     if rule.tying == "both":
-        rest = (options.is_causal, options.window is not None, options.sinks is not None, options.dropout_p)
+        rest = (
+            options.is_causal,
+            options.window is not None,
+            options.sinks is not None,
+            options.dropout_p,
+        )
         return whole and plain_mask and not any(rest)
-    refines = any(rule.refine_top_k if isinstance(rule.refine_top_k, tuple) else (rule.refine_top_k,))
+    refines = any(
+        rule.refine_top_k if isinstance(rule.refine_top_k, tuple) else (rule.refine_top_k,)
+    )
     return whole and plain_mask and (request.is_causal or not refines)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, request: Any
+) -> tuple[Tensor, Tensor]:
     """`request.tied` of a call that `supports` allows: the output [B, H, N, dv] and the weights [B, H, N, M].
 
     What the mask hides from every query is padding. With tying="both" a mask that hides more is an error of the program
@@ -44,27 +57,42 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, request:
     """
     heads, n = query.shape[1], query.shape[2]
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    mask = options.mask if options.mask is not None else query.new_ones(1, 1, 1, n, dtype=torch.bool)
+    mask = (
+        options.mask if options.mask is not None else query.new_ones(1, 1, 1, n, dtype=torch.bool)
+    )
     real = mask.any(1).any(1).expand(query.shape[0], -1)  # [B, N]
     pairs = real[:, :, None] & real[:, None, :]
     place = (real.cumsum(1) - 1).masked_fill(~real, -1)
-    blocks = [pairs & (place[:, :, None] // size == place[:, None, :] // size) for size in request.hierarchy]
+    blocks = [
+        pairs & (place[:, :, None] // size == place[:, None, :] // size)
+        for size in request.hierarchy
+    ]
     if request.rule.tying == "both":
         single = torch.eye(n, dtype=torch.bool, device=query.device) & pairs
-        weights = both_weights(query, key, [single, *blocks, pairs], options.bias, request.rule.keep_diagonal)
+        weights = both_weights(
+            query, key, [single, *blocks, pairs], options.bias, request.rule.keep_diagonal
+        )
         more = (~mask & pairs[:, None]).flatten(1).any(1)
         if is_exporting():
-            torch._assert_async(~more.any(), "hsa with tying='both' got a mask that hides more than padding")
+            torch._assert_async(
+                ~more.any(), "hsa with tying='both' got a mask that hides more than padding"
+            )
         weights = weights.masked_fill(more[:, None, None, None], float("nan"))
         return weights @ value, weights
-    visible, by_position = mask & pairs[:, None], position_mask(options, (0, n), (0, n), query.device)
+    visible, by_position = (
+        mask & pairs[:, None],
+        position_mask(options, (0, n), (0, n), query.device),
+    )
     visible = visible if by_position is None else visible & by_position
     count = real.sum(1, keepdim=True)
     if options.mask is not None:  # which may pack several texts into a row
         same_text = in_same_text(visible.any(1), place, request.chunk) & pairs
         earlier = torch.ones(n, n, dtype=torch.bool, device=query.device).tril(-1)
         place, count = (same_text & earlier).sum(-1).masked_fill(~real, -1), same_text.sum(-1)
-        blocks = [same_text & (place[:, :, None] // size == place[:, None, :] // size) for size in request.hierarchy]
+        blocks = [
+            same_text & (place[:, :, None] // size == place[:, None, :] // size)
+            for size in request.hierarchy
+        ]
     levels = list(zip(request.hierarchy, blocks))
     logits = key_logits(query, key, levels, place, count, visible, options.bias, request.rule)
     weights = softmax(logits.masked_fill(~visible, -INF), options.sinks)
@@ -95,7 +123,9 @@ def averaging(same: Tensor, dtype: torch.dtype) -> Tensor:
     return same.to(dtype)[:, None] / same.sum(-1, keepdim=True).clamp_min(1)[:, None]
 
 
-def both_weights(query: Tensor, key: Tensor, blocks: list[Tensor], bias: Tensor | None, keep_diagonal: bool) -> Tensor:
+def both_weights(
+    query: Tensor, key: Tensor, blocks: list[Tensor], bias: Tensor | None, keep_diagonal: bool
+) -> Tensor:
     """P of tying="both", [B, H, N, N].
 
     Args:
@@ -116,9 +146,13 @@ def both_weights(query: Tensor, key: Tensor, blocks: list[Tensor], bias: Tensor 
         every = torch.cat([logits, rho[..., None]], -1)
         top = at_least(every.amax(-1, keepdim=True), torch.finfo(every.dtype).min)
         log_z = (top + (every - top).exp().sum(-1, keepdim=True).log())[..., 0]
-        alone = log_z == -INF  # nothing to attend to: padding, and a single child without its diagonal
+        alone = (
+            log_z == -INF
+        )  # nothing to attend to: padding, and a single child without its diagonal
         bottom = log_z.masked_fill(alone, 0.0)[..., None]
-        steps.append(((logits - bottom).exp(), (rho - bottom[..., 0]).exp().masked_fill(alone, 0.0)))
+        steps.append(
+            ((logits - bottom).exp(), (rho - bottom[..., 0]).exp().masked_fill(alone, 0.0))
+        )
         size = parent.sum(-1).clamp_min(1)[:, None]
         rho = torch.where(parent[:, None], log_z[..., None, :], 0.0).sum(-1) / size
     weights, within = torch.zeros_like(steps[0][0]), torch.ones_like(rho)
@@ -168,13 +202,21 @@ def key_logits(
         open_here = open_here | is_open(start, own_start - stop, start - own_stop, near, sinks)
         closed = ((opened & ~open_here) | freed) & visible
         opened, freed = opened & open_here, torch.zeros_like(closed)
-        if any(top_k := rule.refine_top_k if isinstance(rule.refine_top_k, tuple) else (rule.refine_top_k,)):
-            freed = closed & best(closed, mean + tokens.log(), same, start == place[:, None, None, :], top_k)
+        if any(
+            top_k := rule.refine_top_k
+            if isinstance(rule.refine_top_k, tuple)
+            else (rule.refine_top_k,)
+        ):
+            freed = closed & best(
+                closed, mean + tokens.log(), same, start == place[:, None, None, :], top_k
+            )
         logits = torch.where(closed & ~freed, mean + block_bias.to(mean.dtype), logits)
     return logits
 
 
-def best(closed: Tensor, score: Tensor, same: Tensor, first: Tensor, top_k: tuple[int, ...]) -> Tensor:
+def best(
+    closed: Tensor, score: Tensor, same: Tensor, first: Tensor, top_k: tuple[int, ...]
+) -> Tensor:
     """Bool [B, H, N, N]: whether a token's block is one of the `top_k` closed ones with the largest scores.
 
     Args:
@@ -184,10 +226,16 @@ def best(closed: Tensor, score: Tensor, same: Tensor, first: Tensor, top_k: tupl
         top_k: one for all heads, or one a head.
     """
     most = min(max(top_k), closed.shape[-1])  # no more blocks than tokens
-    score = torch.nn.functional.pad(score.masked_fill(~(closed & first), -INF), (0, most), value=-INF)
-    rank = torch.arange(most, device=score.device) < torch.tensor(top_k, device=score.device).reshape(-1, 1, 1)
+    score = torch.nn.functional.pad(
+        score.masked_fill(~(closed & first), -INF), (0, most), value=-INF
+    )
+    rank = torch.arange(most, device=score.device) < torch.tensor(
+        top_k, device=score.device
+    ).reshape(-1, 1, 1)
     chosen = torch.zeros_like(score).scatter(
         -1, score.topk(most).indices, rank.to(score.dtype).expand_as(score[..., :most])
     )[..., : closed.shape[-1]]
     leader = same.int().argmax(-1)[:, None, None, :]  # the first token of the block
-    return chosen.gather(-1, leader.expand_as(chosen)) > 0  # `closed` may be that of all heads at once
+    return (
+        chosen.gather(-1, leader.expand_as(chosen)) > 0
+    )  # `closed` may be that of all heads at once

@@ -38,7 +38,8 @@ def kin(tree: Tree) -> tuple[list[list[int]], list[list[int]]]:
     for node, parent in enumerate(parents[:-1]):  # a child stands before its parent
         leaves[parent] = sorted(leaves[parent] + leaves[node])
     children = [
-        sorted((c for c, p in enumerate(parents) if p == a), key=leaves.__getitem__) for a in range(len(parents))
+        sorted((c for c, p in enumerate(parents) if p == a), key=leaves.__getitem__)
+        for a in range(len(parents))
     ]
     return children, leaves
 
@@ -62,14 +63,20 @@ def definition_both(
 
     def mean(B: int, C: int) -> Tensor:
         mean = S[..., leaves[B], :][..., leaves[C]].mean((-1, -2))
-        return mean if embedding is None else mean + (embedding[..., B, :] * embedding[..., C, :]).double().sum(-1)
+        return (
+            mean
+            if embedding is None
+            else mean + (embedding[..., B, :] * embedding[..., C, :]).double().sum(-1)
+        )
 
     nothing = torch.full_like(S[..., 0, 0], -INF)
     rho = {i: S[..., i, i] if keep_diagonal else nothing for i in range(tree.leaves)}
     log_z = {}
     for A in range(tree.leaves, tree.nodes):
         for B in children[A]:
-            beside = [mean(B, C) + torch.tensor(size[C]).double().log() for C in children[A] if C != B]
+            beside = [
+                mean(B, C) + torch.tensor(size[C]).double().log() for C in children[A] if C != B
+            ]
             log_z[B] = torch.logsumexp(torch.stack([rho[B], *beside]), 0)
         rho[A] = torch.stack([size[B] / size[A] * log_z[B] for B in children[A]]).sum(0)
 
@@ -122,11 +129,15 @@ def definition_key(
     seen = seen if visible is None else seen & visible
     batch, heads, queries, _ = S.shape
     facts = kin(tree)
-    near, sinks, refine_top_k, block_bias = (_per_head(r, heads) for r in (near, sinks, refine_top_k, block_bias))
+    near, sinks, refine_top_k, block_bias = (
+        _per_head(r, heads) for r in (near, sinks, refine_top_k, block_bias)
+    )
     P = torch.zeros_like(S)
     for b, h, i in product(range(batch), range(heads), range(queries)):
         row = S[b, h, i]
-        tokens, blocks = cover(row, i, tree, facts, seen[b, h, i], near[h], sinks[h], refine_top_k[h])
+        tokens, blocks = cover(
+            row, i, tree, facts, seen[b, h, i], near[h], sinks[h], refine_top_k[h]
+        )
         tied = torch.full_like(row, -INF)
         tied[tokens] = row[tokens]
         for under in (facts[1][B] for B in blocks):
@@ -170,7 +181,11 @@ def cover(
 
     def must_open(B: int) -> bool:
         under = leaves[B]
-        return min(under) < sinks or min(distance[j] for j in under) < near or not all(sees[j] for j in under)
+        return (
+            min(under) < sinks
+            or min(distance[j] for j in under) < near
+            or not all(sees[j] for j in under)
+        )
 
     def score(B: int) -> float:
         return float(row[leaves[B]].double().mean()) + math.log(len(leaves[B]))
@@ -193,7 +208,9 @@ def cover(
         node = parents[node]
     for depth in range(1, max(level) + 1):
         closed = [B for B in standing if B >= tree.leaves and level[B] == depth]
-        for B in sorted(closed, key=lambda B: (-score(B), min(leaves[B])))[:refine_top_k]:  # of equal ones the first
+        for B in sorted(closed, key=lambda B: (-score(B), min(leaves[B])))[
+            :refine_top_k
+        ]:  # of equal ones the first
             standing.remove(B)
             standing += children[B]
     return [x for x in standing if x < tree.leaves], [x for x in standing if x >= tree.leaves]

@@ -88,7 +88,9 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         query, key = score.raw_query.to(score.dtype) * score.scale, score.raw_key
     else:
         query, key = linear_features(score)
-    value = repeat_heads(value, key.shape[1])  # a term may have keys of its own for every query head
+    value = repeat_heads(
+        value, key.shape[1]
+    )  # a term may have keys of its own for every query head
     if options.softcap is not None:
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
@@ -107,14 +109,20 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         request = replace(request, cache=None, evicted=request.cache.keep is not None)
     raw = score.raw_query, score.raw_key, value
     if plain and score.is_product and request.rule.tying == "key" and all(map(native.reads, raw)):
-        query, key, request = score.raw_query, score.raw_key, replace(request, scale=float(score.scale))
+        query, key, request = (
+            score.raw_query,
+            score.raw_key,
+            replace(request, scale=float(score.scale)),
+        )
     return tied(query, key, value, options, request)
 
 
 def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
     """`hierarchical` for features whose plain product is the score."""
     rule, is_causal = request.rule, request.is_causal
-    reading = read_mask(query, key, options, is_causal) if request.reading is None else request.reading
+    reading = (
+        read_mask(query, key, options, is_causal) if request.reading is None else request.reading
+    )
     stop, dropped = reading.stop, reading.places.dropped
     spare = key.shape[2] - stop
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
@@ -131,7 +139,9 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
     hierarchy = cut(hierarchy, dropped + stop)
     if rule.tying == "both":
         key = key.to(query.dtype)
-        out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
+        out, weights = tied_both(
+            query, key, value, replace(options, mask=mask), hierarchy, request, real
+        )
     else:
         if options.mask is not None:
             options = replace(options, mask=mask if real is None or _learned(mask) else None)
@@ -169,7 +179,12 @@ def _tied_keys(
         "sink_logit": options.sinks,
         "offset": stop - query.shape[2] if by_mask else options.offset,
     }
-    plain = mask is None and not dropped and not request.weights and request.backend in ("auto", "native")
+    plain = (
+        mask is None
+        and not dropped
+        and not request.weights
+        and request.backend in ("auto", "native")
+    )
     cache = request.cache
     if cache is not None and plain:
         out = attend_cached(query, key, cache, hierarchy, options, rule, ask)
@@ -189,7 +204,13 @@ def _tied_keys(
 
 
 def attend_cached(
-    query: Tensor, key: Tensor, cache: LayerCache, hierarchy: Hierarchy, options: Options, rule: Rule, ask: dict
+    query: Tensor,
+    key: Tensor,
+    cache: LayerCache,
+    hierarchy: Hierarchy,
+    options: Options,
+    rule: Rule,
+    ask: dict,
 ) -> Tensor | None:
     """The output by the means that a cache keeps; None where they are not what this call is about.
 
@@ -224,7 +245,9 @@ def check_kept(cache: LayerCache, rule: Rule) -> None:
         )
 
 
-def restrict_once(hierarchy: Hierarchy, real: Tensor | None, reading: Reading, is_causal: bool) -> Hierarchy:
+def restrict_once(
+    hierarchy: Hierarchy, real: Tensor | None, reading: Reading, is_causal: bool
+) -> Hierarchy:
     """The hierarchy over the real tokens, made once for all layers."""
     if real is None:
         return hierarchy
@@ -232,7 +255,9 @@ def restrict_once(hierarchy: Hierarchy, real: Tensor | None, reading: Reading, i
     return reading.remember_of(hierarchy, name, lambda: restricted(hierarchy, real, is_causal))
 
 
-def lay_under_mask(hierarchy: Hierarchy, reading: Reading, request: Request) -> tuple[Hierarchy, Tensor | None]:
+def lay_under_mask(
+    hierarchy: Hierarchy, reading: Reading, request: Request
+) -> tuple[Hierarchy, Tensor | None]:
     """The hierarchy under a mask that hides more than padding, and the number of each key in its text, int64 [B, M].
 
     Windows begin with every text, of which the mask may pack several into a row; other trees are what the caller says
@@ -256,7 +281,9 @@ def _learned(mask: Tensor | None) -> bool:
     return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
-def cached_levels(cache: LayerCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int) -> Levels | None:
+def cached_levels(
+    cache: LayerCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int
+) -> Levels | None:
     """The means that a cache keeps, where they are what this call is about: None for other trees than windows, and
     everything that windows do not know.
 
@@ -274,10 +301,14 @@ def cached_levels(cache: LayerCache, options: Options, hierarchy: Hierarchy, key
     starts, stops = hierarchy.starts, hierarchy.stops
     if stops is not None and bool((stops != length).any()):
         return None
-    return levels_of(cache, hierarchy.sizes or (), starts if starts is None else starts.expand(key.shape[0]))
+    return levels_of(
+        cache, hierarchy.sizes or (), starts if starts is None else starts.expand(key.shape[0])
+    )
 
 
-def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real) -> Result:
+def tied_both(
+    query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real
+) -> Result:
     """`both`, after refusing what it has no meaning for."""
     refused = {
         "causal attention": options.is_causal,
@@ -297,7 +328,9 @@ def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, request
     out = both(query, key, value, hierarchy, 1.0, **settings)
     if not request.weights:
         return out, None
-    every = torch.eye(key.shape[2], dtype=out.dtype, device=out.device).expand(*key.shape[:2], -1, -1)
+    every = torch.eye(key.shape[2], dtype=out.dtype, device=out.device).expand(
+        *key.shape[:2], -1, -1
+    )
     return out, both(query, key, every, hierarchy, 1.0, **settings)
 
 
@@ -313,7 +346,9 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     queries, keys = zip(*features, strict=True)
     heads = max(k.shape[1] for k in keys)
     batch = max(t.shape[0] for t in (*queries, *keys))
-    keys = tuple(repeat_heads(k, heads) if k.shape[1] > 1 else k.expand(-1, heads, -1, -1) for k in keys)
+    keys = tuple(
+        repeat_heads(k, heads) if k.shape[1] > 1 else k.expand(-1, heads, -1, -1) for k in keys
+    )
     joined = lambda side: torch.cat([t.expand(batch, *t.shape[1:]) for t in side], -1)
     return joined(queries), joined(keys)
 
@@ -348,10 +383,18 @@ def _needs_operator(options: Options, request: Request) -> bool:
     windows = isinstance(hierarchy, tuple) or hierarchy.is_windows
     top_k = rule.refine_top_k
     chains = not request.is_causal and any(top_k if isinstance(top_k, tuple) else (top_k,))
-    return not windows or chains or request.weights or options.window is not None or options.bias is not None
+    return (
+        not windows
+        or chains
+        or request.weights
+        or options.window is not None
+        or options.bias is not None
+    )
 
 
-def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
+def compiled(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request
+) -> Result:
     """As `tied`, as one operator.
 
     Raises:
@@ -362,10 +405,19 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, reques
             "hsa with a mask and attention dropout cannot be compiled; allowed: attention_dropout=0, or no compiling"
         )
     if options.mask is not None and options.mask.requires_grad:
-        raise ValueError("hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias")
+        raise ValueError(
+            "hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias"
+        )
     rule, hierarchy, heads = request.rule, request.hierarchy, query.shape[1]
-    block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device).expand(heads)
-    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks, "block_bias": block_bias}
+    block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device).expand(
+        heads
+    )
+    extras = {
+        "mask": options.mask,
+        "bias": options.bias,
+        "sinks": options.sinks,
+        "block_bias": block_bias,
+    }
     sizes: list[int] | None = None
     parts: operator.Named = []
     length = -1
@@ -375,7 +427,10 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, reques
         sizes = list(hierarchy)
     else:
         (sizes, parts), length = operator.flatten(hierarchy), hierarchy.length
-    counts = [list(x) if isinstance(x, tuple) else [x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k)]
+    counts = [
+        list(x) if isinstance(x, tuple) else [x] * heads
+        for x in (rule.near, rule.sinks, rule.refine_top_k)
+    ]
     numbers = [
         length, options.offset, -1 if options.window is None else options.window, rule.tying == "both",
         rule.keep_diagonal, request.is_causal, options.is_causal, request.weights, request.chunk or 0,
@@ -401,7 +456,9 @@ def _pairs(query, key, named, sizes, numbers) -> float:
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, offset, window, is_both, keep, is_causal, masked_causal, weights, chunk = numbers[:9]
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
-    near, sinks, top_k = (0 if is_both else tuple(numbers[9 + i * heads : 9 + (i + 1) * heads]) for i in range(3))
+    near, sinks, top_k = (
+        0 if is_both else tuple(numbers[9 + i * heads : 9 + (i + 1) * heads]) for i in range(3)
+    )
     rule = Rule("both" if is_both else "key", bool(keep), near, sinks, top_k, extras["block_bias"])
     options = Options(mask=extras.get("mask"), bias=extras.get("bias"), is_causal=bool(masked_causal),
                       window=None if window < 0 else window, offset=offset, sinks=extras.get("sinks"))  # fmt: skip

@@ -58,7 +58,10 @@ class HypeConfig(MechanismConfig):
         optional=True,
     )
     form: Form | None = option(
-        None, "sinh or cosh; None: sinh where attention is causal, else cosh", choices=FORMS, optional=True
+        None,
+        "sinh or cosh; None: sinh where attention is causal, else cosh",
+        choices=FORMS,
+        optional=True,
     )
 
     def __post_init__(self):
@@ -69,7 +72,9 @@ class HypeConfig(MechanismConfig):
             self._refuse("slopes", "'alibi', or one number from 0 for each query head")
         self._check_numbers("slopes")
         if self.mu is not None and self.max_length is not None:
-            self._refuse("max_length", "None where mu is given, since it only says that mu = 1/max_length")
+            self._refuse(
+                "max_length", "None where mu is given, since it only says that mu = 1/max_length"
+            )
         if self.tau is not None and self.slopes != "alibi":
             self._refuse("slopes", "'alibi' where tau is given, since slopes only say what tau is")
 
@@ -81,7 +86,10 @@ class HypeConfig(MechanismConfig):
         for x in values:
             number = isinstance(x, int | float) and not isinstance(x, bool)
             if not number or not 0 <= x < LARGEST or (above and x == 0):
-                self._refuse(name, f"finite numbers {'above' if above else 'from'} 0, one for each query head")
+                self._refuse(
+                    name,
+                    f"finite numbers {'above' if above else 'from'} 0, one for each query head",
+                )
         if not values:
             self._refuse(name, "at least one number")
 

@@ -76,7 +76,12 @@ def hype_attention(
 
 
 def hype_bias(
-    query_positions: Tensor, key_positions: Tensor, *, mu: float | Tensor, tau: float | Tensor, form: Form
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    mu: float | Tensor,
+    tau: float | Tensor,
+    form: Form,
 ) -> Tensor:
     """The dense bias of HyPE, straight from the definition.
 
@@ -105,7 +110,10 @@ def hype_bias(
     queries, keys = (
         checked_positions(name, p, shape[-1] if shape else 1, batch, like.device)
         for name, p, shape in zip(
-            ("query_positions", "key_positions"), (query_positions, key_positions), lengths, strict=True
+            ("query_positions", "key_positions"),
+            (query_positions, key_positions),
+            lengths,
+            strict=True,
         )
     )
     tensors = [t for t in (mu, tau, queries, keys) if isinstance(t, Tensor)]

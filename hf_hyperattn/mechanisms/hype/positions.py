@@ -10,7 +10,9 @@ from ..base import Host, HostCall
 from ..pruned import refuse_pruned
 
 
-def of_call(call: HostCall, host: Host | None = None, mechanism: str = "hype") -> tuple[Tensor, Tensor]:
+def of_call(
+    call: HostCall, host: Host | None = None, mechanism: str = "hype"
+) -> tuple[Tensor, Tensor]:
     """Positions of a host's queries [B|1, 1, N] and keys [B|1, 1, M]; they count real tokens.
 
     A key is a real token where some query sees it: padding is not, nor are the empty slots of a static cache, and
@@ -38,7 +40,9 @@ def of_call(call: HostCall, host: Host | None = None, mechanism: str = "hype") -
     return (keys if n == m else keys.index_select(2, places.own_keys)), keys
 
 
-def checked_positions(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:
+def checked_positions(
+    name: str, positions: Tensor | None, length: int, batch: int, device
+) -> Tensor:
     """A caller's positions, checked, as [B|1, 1, length]; 0, 1, 2, ... where there are none.
 
     Raises:
@@ -48,7 +52,9 @@ def checked_positions(name: str, positions: Tensor | None, length: int, batch: i
         return torch.arange(length, device=device)[None, None]
     if not isinstance(positions, Tensor) or positions.dtype == torch.bool or positions.is_complex():
         what = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        raise ValueError(f"{name} is {what}; allowed: a tensor of integers or floating point numbers")
+        raise ValueError(
+            f"{name} is {what}; allowed: a tensor of integers or floating point numbers"
+        )
     allowed = ((length,), (1, length), (batch, length))
     if tuple(positions.shape) not in allowed:
         raise ValueError(
@@ -56,8 +62,14 @@ def checked_positions(name: str, positions: Tensor | None, length: int, batch: i
             f"({batch}, {length})"
         )
     if positions.requires_grad:
-        raise ValueError(f"{name} requires a gradient, which positions do not get; pass {name}.detach()")
-    if can_read(positions) and positions.is_floating_point() and not bool(positions.isfinite().all()):
+        raise ValueError(
+            f"{name} requires a gradient, which positions do not get; pass {name}.detach()"
+        )
+    if (
+        can_read(positions)
+        and positions.is_floating_point()
+        and not bool(positions.isfinite().all())
+    ):
         raise ValueError(f"{name} holds infinite numbers or NaN; allowed: finite numbers")
     positions = positions.to(device)
     if not positions.is_floating_point():

@@ -24,7 +24,9 @@ FORMS = get_args(Form)
 FARTHEST = 60.0
 
 
-def definition(query_positions: Tensor, key_positions: Tensor, mu: Tensor, tau: Tensor, form: str) -> Tensor:
+def definition(
+    query_positions: Tensor, key_positions: Tensor, mu: Tensor, tau: Tensor, form: str
+) -> Tensor:
     """The dense bias [B, H, N, M].
 
     Args:

@@ -86,7 +86,9 @@ class HypeLayer(ScoreLayer):
         dtype = score.dtype
         mu, tau = self.start(form, call, dtype)
         gate = self.weight(self.gate, call, dtype)
-        score = with_hype(score, of_call(call, self.host), mu, tau, form, reach=call.key.shape[2], gate=gate)
+        score = with_hype(
+            score, of_call(call, self.host), mu, tau, form, reach=call.key.shape[2], gate=gate
+        )
         return replace(plan, score=score)
 
     def start(self, form: str, call: HostCall, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -94,8 +96,13 @@ class HypeLayer(ScoreLayer):
         rank, device = call.heads, call.query.device
         starts = self.config.start(form, call.query.shape[1] if rank is None else rank.total)
         if rank is not None:
-            starts = tuple(x if len(x) == 1 else x[rank.first : rank.first + rank.count] for x in starts)
+            starts = tuple(
+                x if len(x) == 1 else x[rank.first : rank.first + rank.count] for x in starts
+            )
         starts = (torch.tensor(x, dtype=dtype, device=device) for x in starts)
         logs: tuple[Any, Any] = self.log_mu, self.log_tau
-        mu, tau = (x if log is None else x * torch.exp(log.to(dtype)) for x, log in zip(starts, logs, strict=True))
+        mu, tau = (
+            x if log is None else x * torch.exp(log.to(dtype))
+            for x, log in zip(starts, logs, strict=True)
+        )
         return mu, tau

@@ -18,7 +18,9 @@ class Hype(Term):
 
     def logits(self, dot, row, column, head, squared_distance=None):
         mu, tau = head
-        x = torch.sub(column[0], row[0]).detach().mul(mu).clamp_(-FARTHEST, FARTHEST)  # positions do not learn
+        x = (
+            torch.sub(column[0], row[0]).detach().mul(mu).clamp_(-FARTHEST, FARTHEST)
+        )  # positions do not learn
         if self.form == "sinh":
             return x.sinh_().mul_(tau)
         return x.mul_(0.5).sinh_().square_().mul_(-2 * tau)
@@ -29,7 +31,9 @@ class Hype(Term):
         x = (distance * mu).clamp_(-FARTHEST, FARTHEST)
         sinh = x.sinh()
         # the bias over tau, and its slope in x over tau
-        unit, slope = (sinh, x.cosh()) if self.form == "sinh" else ((x / 2).sinh_().square_().mul_(-2), -sinh)
+        unit, slope = (
+            (sinh, x.cosh()) if self.form == "sinh" else ((x / 2).sinh_().square_().mul_(-2), -sinh)
+        )
 
         def pullback(grad):
             d_tau = (grad * unit).sum((-2, -1), keepdim=True)

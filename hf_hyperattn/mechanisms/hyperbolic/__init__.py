@@ -13,7 +13,10 @@ register(
         paper="Hyperbolic Attention Networks, arXiv 1805.09786",
         config=HyperbolicConfig,
         layer=HyperbolicLayer,
-        functions={"hyperbolic_attention": hyperbolic_attention, "hyperbolic_scores": hyperbolic_scores},
+        functions={
+            "hyperbolic_attention": hyperbolic_attention,
+            "hyperbolic_scores": hyperbolic_scores,
+        },
         names={"hyperbolic": HyperbolicConfig()},
     )
 )

@@ -28,17 +28,26 @@ class HyperbolicConfig(MechanismConfig):
         above=0,
     )
     temperature: float = option(
-        1.0, "what distances are divided by; where it is learned, the starting value", symbol="τ", above=0
+        1.0,
+        "what distances are divided by; where it is learned, the starting value",
+        symbol="τ",
+        above=0,
     )
-    distance: Distance = option("geodesic", "geodesic distance, or squared Lorentz distance", choices=DISTANCES)
+    distance: Distance = option(
+        "geodesic", "geodesic distance, or squared Lorentz distance", choices=DISTANCES
+    )
     aggregation: Aggregation = option(
-        "einstein", "einstein: the Einstein midpoint of the values; mean: as usual", choices=AGGREGATIONS
+        "einstein",
+        "einstein: the Einstein midpoint of the values; mean: as usual",
+        choices=AGGREGATIONS,
     )
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The midpoint changes how values are averaged, beside the score."""
-        return (*super().stages, "aggregation") if self.aggregation == "einstein" else super().stages
+        return (
+            (*super().stages, "aggregation") if self.aggregation == "einstein" else super().stages
+        )
 
     @property
     def breaks(self) -> frozenset[str]:

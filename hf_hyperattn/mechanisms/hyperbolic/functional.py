@@ -59,7 +59,9 @@ def hyperbolic_attention(
     check_choice("aggregation", aggregation, AGGREGATIONS)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
     score = space.score(upcast_for_grad(query), upcast_for_grad(key))
-    average = einstein(space.curvature, space.scale_of(query)) if aggregation == "einstein" else None
+    average = (
+        einstein(space.curvature, space.scale_of(query)) if aggregation == "einstein" else None
+    )
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, aggregation=average)
     return attention(score, value, options, backend=backend)[0].to(query.dtype)
 
@@ -85,4 +87,6 @@ def hyperbolic_space(query: Tensor, scale, curvature, temperature, distance) -> 
     scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
     check_number("scale", scale, least=SMALLEST)
     numbers = ("curvature", curvature), ("temperature", temperature)
-    return HyperbolicSpace(distance, float(scale), *(check_number_of_heads(n, x, query) for n, x in numbers))
+    return HyperbolicSpace(
+        distance, float(scale), *(check_number_of_heads(n, x, query) for n, x in numbers)
+    )

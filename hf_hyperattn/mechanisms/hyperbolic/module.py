@@ -59,7 +59,9 @@ class HyperbolicAttention(nn.Module):
             _positive("curvature", curvature),
             _positive("temperature", temperature),
         )
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=bias) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(dim, dim, bias=bias) for _ in range(4)
+        )
         self.log_temperature = nn.Parameter(torch.zeros(heads))
         self.log_curvature = nn.Parameter(torch.zeros(heads)) if learn_curvature else None
         self.reset_parameters()
@@ -109,7 +111,9 @@ class HyperbolicAttention(nn.Module):
             self.dropout if self.training else 0.0,
             is_causal,
             scale=1.0,
-            curvature=self.curvature if self.log_curvature is None else _grown(self.curvature, self.log_curvature),
+            curvature=self.curvature
+            if self.log_curvature is None
+            else _grown(self.curvature, self.log_curvature),
             temperature=_grown(self.temperature, self.log_temperature),
             backend=self.backend,
         )
@@ -126,7 +130,9 @@ class HyperbolicAttention(nn.Module):
     def _points(self, tangent: Tensor, dtype: torch.dtype) -> Tensor:
         points = poincare.expmap0(tangent, self.curvature)
         limit = 1 - torch.finfo(dtype).eps
-        return (poincare.project(points, self.curvature, limit) if limit < poincare.LIMIT else points).to(dtype)
+        return (
+            poincare.project(points, self.curvature, limit) if limit < poincare.LIMIT else points
+        ).to(dtype)
 
     def extra_repr(self) -> str:
         """What `print` says of it."""

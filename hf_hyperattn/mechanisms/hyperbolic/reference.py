@@ -35,7 +35,13 @@ FARTHEST = math.atanh(CLIP)
 
 
 def definition(
-    query: Tensor, key: Tensor, curvature: Tensor, temperature: Tensor, *, scale: float, distance: str
+    query: Tensor,
+    key: Tensor,
+    curvature: Tensor,
+    temperature: Tensor,
+    *,
+    scale: float,
+    distance: str,
 ) -> Tensor:
     """Dense logits [B, H, N, M] of checked arguments, from differences of points.
 

@@ -47,7 +47,8 @@ class HyperbolicSpace:
     def numbers(self, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
         """c and τ as tensors, both [H] or both [1]."""
         c, tau = (
-            torch.as_tensor(x, dtype=dtype, device=device).reshape(-1) for x in (self.curvature, self.temperature)
+            torch.as_tensor(x, dtype=dtype, device=device).reshape(-1)
+            for x in (self.curvature, self.temperature)
         )
         return torch.broadcast_tensors(c, tau)
 
@@ -75,7 +76,9 @@ class HyperbolicSpace:
             statistics=vectors.statistics,
             capped=capped,
             linear_features=linear,
-            reader=VectorReader("hyperbolic", parameters, (beta(self.distance, self.curvature, self.temperature),)),
+            reader=VectorReader(
+                "hyperbolic", parameters, (beta(self.distance, self.curvature, self.temperature),)
+            ),
             points=vectors.points,
         )
         if scale is not None:
@@ -113,7 +116,9 @@ class HyperbolicVectors:
         """Norms of scale · x, [B, H, N] and [B, Hkv, M], in the working dtype."""
         if self.lengths is None:
             dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
-            query, key = (at_least(scale * norms(x, dtype), shortest(dtype)) for x in (self.query, self.key))
+            query, key = (
+                at_least(scale * norms(x, dtype), shortest(dtype)) for x in (self.query, self.key)
+            )
             self.lengths = query, key
         return self.lengths
 
@@ -157,7 +162,9 @@ class HyperbolicVectors:
         return definition(self.query, self.key, c, tau, scale=scale, distance=space.distance)
 
 
-def squared_lorentz_features(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Tensor, Tensor]:
+def squared_lorentz_features(
+    query: Tensor, key: Tensor, space: HyperbolicSpace
+) -> tuple[Tensor, Tensor]:
     """Vectors whose plain dot product is the squared Lorentz score, for what needs a score linear in the keys:
 
         S = -β (u_q + u_k + 2 u_q u_k - 2 p_q p_k cos θ)        u = sinh² a,  p = sinh a cosh a,  β = 4/(cτ)
@@ -194,7 +201,9 @@ class HyperbolicLayer(ScoreLayer):
 
     learned = ("curvature", "temperature")
 
-    def __init__(self, config: HyperbolicConfig, host: Host | None, mode: str = "replace", heads=None):
+    def __init__(
+        self, config: HyperbolicConfig, host: Host | None, mode: str = "replace", heads=None
+    ):
         super().__init__(config, host, mode, heads)
         self.space: Callable = partial(HyperbolicSpace, config.distance, None)
         if config.aggregation != "einstein":

@@ -20,7 +20,9 @@ import torch
 
 from ...engines.score import DerivedDistanceTerm, register_term
 
-EPS = 2.0**-23  # of float32, in which kernels compute; in float64 blocks take as many pairs from differences
+EPS = (
+    2.0**-23
+)  # of float32, in which kernels compute; in float64 blocks take as many pairs from differences
 NOISE = 4.0  # |error of w| <= NOISE · eps · p_q p_k by the product
 BLUR = 16.0  # and from differences w means nothing below (BLUR · eps)² p_q p_k
 EXACT = 2e-4  # the error of a logit above which differences are asked for
@@ -40,7 +42,9 @@ class HyperbolicTerm(DerivedDistanceTerm):
     def by_product(self, dot, row, column, head):
         cosine = torch.mul(dot, column[2]).mul_(row[2]) if self.on_product else dot
         opening = torch.rsub(cosine, 2.0, alpha=2.0)
-        return opening - opening.detach().clamp_max(0.0)  # the slope stays where rounding makes it negative
+        return opening - opening.detach().clamp_max(
+            0.0
+        )  # the slope stays where rounding makes it negative
 
     def is_inexact(self, squared_distance, row, column, head):
         w, _ = self.separation(squared_distance, row, column)
@@ -77,7 +81,9 @@ class HyperbolicTerm(DerivedDistanceTerm):
 
     def blur(self, row, column):
         """What rounding leaves of the w of points that coincide, as a factor per row and one per column."""
-        return (BLUR * torch.finfo(row[0].dtype).eps) ** 2 * (row[0] * row[1]), column[0] * column[1]
+        return (BLUR * torch.finfo(row[0].dtype).eps) ** 2 * (row[0] * row[1]), column[0] * column[
+            1
+        ]
 
     def score(self, dot, row, column, head, squared_distance):
         w, _ = self.separation(squared_distance, row, column)
@@ -92,7 +98,9 @@ class HyperbolicTerm(DerivedDistanceTerm):
         def pullback(grad):
             d_w, d_head = pull(grad)
             by_row, by_column = self.blur(row, column)
-            if (_over(torch.amin, w) <= _over(torch.amax, by_row) * _over(torch.amax, by_column)).any():
+            if (
+                _over(torch.amin, w) <= _over(torch.amax, by_row) * _over(torch.amax, by_column)
+            ).any():
                 d_w.masked_fill_(w <= by_row * by_column, 0.0)
             (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
             p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
@@ -109,7 +117,11 @@ class HyperbolicTerm(DerivedDistanceTerm):
         if not self.on_product:
             return d_cosine, (), ()
         turned = torch.mul(d_cosine, dot)
-        return d_cosine.mul_(column[2]).mul_(row[2]), (turned @ column[2].mT,), (row[2].mT @ turned,)
+        return (
+            d_cosine.mul_(column[2]).mul_(row[2]),
+            (turned @ column[2].mT,),
+            (row[2].mT @ turned,),
+        )
 
     def of_separation(self, w, head):
         """Logits from w, and the pullback to `(d_w, (d_beta,))`; `w` is left as it is."""

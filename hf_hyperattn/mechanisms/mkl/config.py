@@ -42,4 +42,6 @@ class MklConfig(MechanismConfig):
     @property
     def needs(self) -> dict[str, str]:
         """What is weighted are logits of pairs."""
-        return {"pairwise_logits": "the logits are of three tokens, and those that would be weighted are of two"}
+        return {
+            "pairwise_logits": "the logits are of three tokens, and those that would be weighted are of two"
+        }

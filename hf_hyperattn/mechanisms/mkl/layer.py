@@ -43,7 +43,9 @@ class MklLayer(MechanismLayer):
         if config.kind == "global":
             self.beta = nn.Parameter(torch.zeros(known.heads))
         else:
-            self.value_map = nn.Parameter(torch.zeros(known.heads, known.kv_heads * known.value_dim))
+            self.value_map = nn.Parameter(
+                torch.zeros(known.heads, known.kv_heads * known.value_dim)
+            )
 
     def change(self, plan: Plan) -> Plan:
         score, options, column = plan.score, plan.options, None
@@ -62,7 +64,11 @@ class MklLayer(MechanismLayer):
         if self.config.combine:
             return plan.change(attend=partial(combined_attention, plan.attend))
         heads = score.kv_heads  # keys of their own for every query head, where keys are weighted
-        return plan if plan.value.shape[1] == heads else plan.change(value=repeat_heads(plan.value, heads))
+        return (
+            plan
+            if plan.value.shape[1] == heads
+            else plan.change(value=repeat_heads(plan.value, heads))
+        )
 
     @property
     def mixes_heads(self) -> bool:  # type: ignore[override]  # nobody sets it
@@ -114,7 +120,9 @@ def combined_attention(
     Raises:
         ValueError: sinks or masks that differ between heads.
     """
-    mask_per_head = options.mask is not None and options.mask.dim() == 4 and options.mask.shape[1] > 1
+    mask_per_head = (
+        options.mask is not None and options.mask.dim() == 4 and options.mask.shape[1] > 1
+    )
     for what, differs in (
         ("attention sinks, which differ between heads", options.sinks is not None),
         ("a mask for every head", mask_per_head),
@@ -128,7 +136,9 @@ def combined_attention(
     together = value.transpose(1, 2).flatten(2)[:, None]  # [B, 1, M, Hkv · dv]
     if options.softcap is None and all(t.term is DOT for t in score.terms):
         options = options if options.bias is None else replace(options, bias=combined(options.bias))
-        out, shared = attend(one_product(score), together, options, backend=backend, weights=weights)
+        out, shared = attend(
+            one_product(score), together, options, backend=backend, weights=weights
+        )
     else:
         if is_recorded():  # plain torch, for programs without this package
             backend = "reference"
@@ -189,7 +199,9 @@ def weights_of(
 
 def check_host(config: MklConfig, host: Host | None, mode: str, heads) -> Any:
     """Refuse settings and hosts that the gates have no meaning for."""
-    known = checks.check_host("mkl", host, *(("value_dim",) if config.kind == "conditional" else ()))
+    known = checks.check_host(
+        "mkl", host, *(("value_dim",) if config.kind == "conditional" else ())
+    )
     if config.combine and mode == "blend":
         raise ValueError(
             "MklConfig.combine=True has no setting at which it is the identity, so that mode='blend' is not allowed; "

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engines.score import DOT, TERMS, DistanceTerm, PairScore, ScoreTerm, Term, register_term, repeat_heads
+from ...engines.score import (
+    DOT,
+    TERMS,
+    DistanceTerm,
+    PairScore,
+    ScoreTerm,
+    Term,
+    register_term,
+    repeat_heads,
+)
 from .reference import weighted
 
 
@@ -75,7 +84,11 @@ class WeightedDistanceTerm(WeightedTerm, DistanceTerm):
 def name_of(inner: Term, cap: float | None) -> str:
     """How the weighted term is called among all terms."""
     # a plus stands between the terms of a score
-    return f"weighted:{inner.name}" if cap is None else f"weighted@{cap!r}:{inner.name}".replace("+", "")
+    return (
+        f"weighted:{inner.name}"
+        if cap is None
+        else f"weighted@{cap!r}:{inner.name}".replace("+", "")
+    )
 
 
 def weighted_term(inner: Term, cap: float | None = None) -> Term:
@@ -84,7 +97,9 @@ def weighted_term(inner: Term, cap: float | None = None) -> Term:
     return TERMS.get(name_of(inner, cap)) or register_term(kind(inner, cap))
 
 
-def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | None = None) -> PairScore:
+def weighted_score(
+    score: PairScore, row: Tensor, column: Tensor, cap: float | None = None
+) -> PairScore:
     """The score with every term weighted.
 
     A plain dot product takes the weights into its features; the weights of keys then give every query head keys of its
@@ -98,7 +113,9 @@ def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | N
     if cap is None and len(score.terms) == 1 and first.term is DOT and first.gate is None:
         query, key = score.features()
         term = ScoreTerm(DOT, partial(weighted_logits, first, row, column, None))
-        return PairScore(query * row[..., None], repeat_heads(key, heads) * column[..., None], (term,))
+        return PairScore(
+            query * row[..., None], repeat_heads(key, heads) * column[..., None], (term,)
+        )
     terms = []
     for index, term in enumerate(score.terms):
         inner_cap, numbers = cap if index == 0 or term.capped else None, term.numbers()

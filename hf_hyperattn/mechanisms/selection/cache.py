@@ -96,7 +96,15 @@ class QueriesKept(KeptWithKeys):
         self.prompts: list[tuple[int, Tensor]] = []
 
     def go_on(
-        self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, count: int, dropped: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int,
+        least: int,
+        most: int,
+        count: int,
+        dropped: int,
     ) -> Tensor | None:
         """Return the `least` queries before a call, None if they are not held, and remember the call's own.
 
@@ -109,7 +117,9 @@ class QueriesKept(KeptWithKeys):
         before = held[:, :, held.shape[2] - least :] if held.shape[2] >= least > 0 else None
         self.queries.append(query.detach())
         if query.shape[2] > 1:
-            self.prompts.append((start + query.shape[2], self.queries.view()[:, :, -count:].clone()))
+            self.prompts.append(
+                (start + query.shape[2], self.queries.view()[:, :, -count:].clone())
+            )
             del self.prompts[:-CALLS]
         self.queries.evict(self.queries.length - count, 0)
         return before
@@ -118,7 +128,9 @@ class QueriesKept(KeptWithKeys):
         """See `KeptWithKeys`."""
         if self.queries is None:
             return
-        self.prompts = [(stop, queries) for stop, queries in self.prompts if stop - queries.shape[2] < length]
+        self.prompts = [
+            (stop, queries) for stop, queries in self.prompts if stop - queries.shape[2] < length
+        ]
         left = length - self.first - self.queries.base  # of those that are held
         self.queries.length = max(self.queries.base, min(self.queries.length, length - self.first))
         for stop, queries in self.prompts:
@@ -132,7 +144,9 @@ class QueriesKept(KeptWithKeys):
         """See `KeptWithKeys`."""
         if self.queries is not None:
             self.queries.pick(rows)
-            self.prompts = [(stop, queries[rows.to(queries.device)]) for stop, queries in self.prompts]
+            self.prompts = [
+                (stop, queries[rows.to(queries.device)]) for stop, queries in self.prompts
+            ]
 
 
 @dataclass(eq=False)
@@ -170,7 +184,9 @@ class LayerCache:
         for reach in kinds:
             heads = [h for h, other in enumerate(self.reaches) if other == reach]
             # Values may have other heads than keys, as long as all are kept together.
-            pair = (key, value) if len(kinds) == 1 else (of_heads(key, heads), of_heads(value, heads))
+            pair = (
+                (key, value) if len(kinds) == 1 else (of_heads(key, heads), of_heads(value, heads))
+            )
             self.parts.append(Part(heads, reach, (GrowingTensor(pair[0]), GrowingTensor(pair[1]))))
 
     @property

@@ -45,10 +45,14 @@ class GrowingTensor:
         """Make it so long; what is new holds nothing in particular."""
         needed = length - self.gone
         # what was made under inference mode, torch lets nobody write to later
-        closed = not (is_recorded() or torch.is_inference_mode_enabled()) and self.room.is_inference()
+        closed = (
+            not (is_recorded() or torch.is_inference_mode_enabled()) and self.room.is_inference()
+        )
         if needed > self.room.shape[2] or closed:
             now = self.view()
-            self.room = now.new_empty((*now.shape[:2], max(needed, now.shape[2] * 9 // 8), now.shape[3]))
+            self.room = now.new_empty(
+                (*now.shape[:2], max(needed, now.shape[2] * 9 // 8), now.shape[3])
+            )
             self.room[:, :, : now.shape[2]] = now
         self.length = length
 

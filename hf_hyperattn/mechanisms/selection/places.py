@@ -83,7 +83,9 @@ def before_indexer(first: FirstKey, mask: Tensor | None, batch: int, keys: int) 
     if mask is None:
         return FirstKey(first.index, stop=keys)
     real = read_visible(mask[..., :keys]).any(1).any(1).expand(batch, keys)
-    return FirstKey(first.index, real, (real * torch.arange(1, keys + 1, device=real.device)).amax())
+    return FirstKey(
+        first.index, real, (real * torch.arange(1, keys + 1, device=real.device)).amax()
+    )
 
 
 class KnownOfMask:
@@ -129,7 +131,10 @@ def known_facts(mask: Tensor | None, key: Tensor, first: FirstKey, about: tuple)
     """
     if not can_read(key, mask):
         return {}
-    about = *about, torch.is_inference_mode_enabled()  # what was made in it cannot be used for gradients later
+    about = (
+        *about,
+        torch.is_inference_mode_enabled(),
+    )  # what was made in it cannot be used for gradients later
     if mask is None:
         return facts_without_mask(about) if first is START else {}
     known = attached_to(mask, KnownOfMask)
@@ -190,7 +195,9 @@ class Reading:
         made = self.remember("hierarchies", WeakKeyDictionary).setdefault(hierarchy, {})
         if name not in made:
             result = make()
-            made[name] = None if result is hierarchy else result  # a table must not refer to its own keys
+            made[name] = (
+                None if result is hierarchy else result
+            )  # a table must not refer to its own keys
         return hierarchy if made[name] is None else made[name]
 
     @property
@@ -207,7 +214,9 @@ class Reading:
 
     def _find_places(self) -> Places:
         start, dropped = self._find_start(), self.first.index or 0
-        return Places(self.batch, self.queries, self.keys, self.device, start, dropped, self._find_real(start))
+        return Places(
+            self.batch, self.queries, self.keys, self.device, start, dropped, self._find_real(start)
+        )
 
     def _find_start(self) -> int | Tensor:
         n, m = self.queries, self.keys
@@ -222,7 +231,9 @@ class Reading:
         # A causal query's own key is the last one that it sees.
         _, last, any_seen = self.ends
         if self.is_causal:
-            start = (torch.where(any_seen, last, 0) - torch.arange(n, device=self.given.device)).amax()
+            start = (
+                torch.where(any_seen, last, 0) - torch.arange(n, device=self.given.device)
+            ).amax()
         else:
             start = last.where(any_seen, -1).amax() + 1 - n
         start = start.clamp(0, m - n)
@@ -238,7 +249,9 @@ class Reading:
             return None
         real = real.to(self.device)
         if first.keys is not None and first.keys < self.keys:
-            real = real & (torch.arange(dropped + self.keys, device=self.device) < dropped + first.keys)
+            real = real & (
+                torch.arange(dropped + self.keys, device=self.device) < dropped + first.keys
+            )
         return None if can_read(real) and bool(real.all()) else real
 
     def _seen_by_some(self, start: int | Tensor) -> Tensor:
@@ -305,9 +318,13 @@ class Reading:
                 return None
         except ValueError:
             return None
-        if self.queries < stop and first.is_known:  # what is hidden may be hidden by a window, or an indexer
+        if (
+            self.queries < stop and first.is_known
+        ):  # what is hidden may be hidden by a window, or an indexer
             known = first.real(stop)
-            known = torch.ones_like(real) if known is None else known.to(real.device).expand_as(real)
+            known = (
+                torch.ones_like(real) if known is None else known.to(real.device).expand_as(real)
+            )
             if not torch.equal(real, known):
                 return None
         return real.expand(self.batch, stop)
@@ -342,12 +359,16 @@ class Reading:
     @property
     def has_padded_queries(self) -> bool:
         """Whether some query is padding."""
-        return self.remember("has padded queries", lambda: bool((self.places.query_numbers < 0).any()))
+        return self.remember(
+            "has padded queries", lambda: bool((self.places.query_numbers < 0).any())
+        )
 
     @property
     def sees_something(self) -> Tensor:
         """Bool [B|1, H|1, N|1, 1], the queries from which the mask does not hide every key."""
-        return self.remember("sees something", lambda: read_visible(self.given).any(-1, keepdim=True))
+        return self.remember(
+            "sees something", lambda: read_visible(self.given).any(-1, keepdim=True)
+        )
 
     @property
     def hides_previous(self) -> bool:
@@ -381,7 +402,9 @@ class Reading:
             )
         return self._number_texts(starts)
 
-    def find_text_starts(self, chunk: int | None = None, position_ids: Tensor | None = None) -> Tensor | None:
+    def find_text_starts(
+        self, chunk: int | None = None, position_ids: Tensor | None = None
+    ) -> Tensor | None:
         """Return bool [B|1, N], the queries at which a text begins after another; None if there are none.
 
         Args:
@@ -401,7 +424,9 @@ class Reading:
             return torch.ones(1, self.stop, dtype=torch.bool, device=self.given.device)
         return real[:, real.shape[1] - self.stop :].to(self.given.device)
 
-    def mark_text_starts(self, chunk: int | None = None, position_ids: Tensor | None = None) -> Tensor:
+    def mark_text_starts(
+        self, chunk: int | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Return bool [B|1, N], the queries at which a text begins after another, also where this cannot be read.
 
         Args:
@@ -421,7 +446,11 @@ class Reading:
             # Transformers counts the slots of a chunk from the first real token of a row.
             slots = torch.arange(keys, device=real.device)[own] - real.int().argmax(1, keepdim=True)
             inside = slots % chunk != 0
-            if position_ids is not None and position_ids.shape[-1] == self.queries and position_ids.dim() == 2:
+            if (
+                position_ids is not None
+                and position_ids.shape[-1] == self.queries
+                and position_ids.dim() == 2
+            ):
                 inside = inside | (position_ids.to(real.device) == 0)
             starts = starts & inside
         return starts
@@ -429,11 +458,18 @@ class Reading:
     def _number_texts(self, starts: Tensor) -> Texts:
         real = self._real_keys()
         place = real.cumsum(1) - 1
-        return Texts(starts.cumsum(1).masked_fill(~real, -1), place - (place * starts).cummax(1).values)
+        return Texts(
+            starts.cumsum(1).masked_fill(~real, -1), place - (place * starts).cummax(1).values
+        )
 
 
 def read_mask(
-    query: Tensor, key: Tensor, options: Options, is_causal: bool, first: FirstKey = START, grows: bool = False
+    query: Tensor,
+    key: Tensor,
+    options: Options,
+    is_causal: bool,
+    first: FirstKey = START,
+    grows: bool = False,
 ) -> Reading:
     """Return the reading of a call's mask, which shares what other layers have read.
 
@@ -527,11 +563,16 @@ def find_hidden_previous(mask: Tensor, places: Places) -> Tensor:
     if mask.shape[2] < places.queries:
         return torch.zeros(1, places.queries, dtype=torch.bool, device=mask.device)
     mask = mask.detach().expand(*mask.shape[:3], places.keys)
-    key, before = (numbers.expand(places.batch, -1) for numbers in (places.key_numbers, places.query_numbers - 1))
+    key, before = (
+        numbers.expand(places.batch, -1)
+        for numbers in (places.key_numbers, places.query_numbers - 1)
+    )
     size = places.keys + places.dropped
     # The key that holds each token of a row, -1 for none. Padding is written to one more column.
     index = torch.arange(places.keys, device=key.device).expand_as(key)
-    key_of_token = key.new_full((len(key), size + 1), -1).scatter(1, key.where(key >= 0, size), index)
+    key_of_token = key.new_full((len(key), size + 1), -1).scatter(
+        1, key.where(key >= 0, size), index
+    )
     at = key_of_token.gather(1, before.clamp(0, size))
     # One key a query is looked at, before anything is computed for all of them.
     column = at.clamp_min(0)[:, None, :, None].expand(-1, mask.shape[1], -1, -1)

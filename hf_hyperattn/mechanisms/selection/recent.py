@@ -62,7 +62,15 @@ class RecentQueries:
         self.tails: list[Tail] = []
 
     def go_on(
-        self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, count: int, dropped: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int,
+        least: int,
+        most: int,
+        count: int,
+        dropped: int,
     ) -> Tensor | None:
         """Return the queries [B, H, T, d] that stand before those of a call, and remember the call's own.
 
@@ -104,10 +112,21 @@ class RecentQueries:
         count = min(most, stop, *(tail.count_before(stop) for tail, _ in parts))
         result = query.new_zeros(len(query), query.shape[1], count, query.shape[3])
         for tail, new in parts:
-            result[new] = tail.queries_before(stop, count)[rows[new].to(tail.query.device)].to(result)
+            result[new] = tail.queries_before(stop, count)[rows[new].to(tail.query.device)].to(
+                result
+            )
         return result
 
-    def keep(self, query: Tensor, key: Tensor, *, start: int, before: Tensor | None, count: int, dropped: int) -> None:
+    def keep(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int,
+        before: Tensor | None,
+        count: int,
+        dropped: int,
+    ) -> None:
         """Remember the last `count` queries of a call, and the keys that there are of the same tokens.
 
         Args:
@@ -120,7 +139,9 @@ class RecentQueries:
         keys = key[:, :, max(0, end - tail.shape[2]) : end].detach().clone()
         # Calls that end later were about tokens that have been taken back since.
         self.tails = [known for known in self.tails if known.stop <= end + dropped]
-        self.tails.append(Tail(query=tail, key=keys, stop=end + dropped, continued=before is not None))
+        self.tails.append(
+            Tail(query=tail, key=keys, stop=end + dropped, continued=before is not None)
+        )
         del self.tails[:-CALLS]
 
 

@@ -55,7 +55,11 @@ def attend(
         backend: the engine that was asked for.
         asker: the layer's name, under which the cache keeps its choice.
     """
-    if not text.reading.is_causal or backend not in ("auto", "cpu") or not is_served(score, options, key.shape[2]):
+    if (
+        not text.reading.is_causal
+        or backend not in ("auto", "cpu")
+        or not is_served(score, options, key.shape[2])
+    ):
         return None
     given = query, key, score.raw_query, score.raw_key, value
     if not selected.serves(*given):
@@ -91,7 +95,9 @@ def attend(
         of_heads = [HeadRule(1) if rule is None else rule for rule in heads]
         first, stop, chosen = queries.start, queries.stop, None
         if any(rule.page for rule in of_heads):
-            own = lists_by_head(rules.by_length[place][1], query, key, score.scale, text, window, queries)
+            own = lists_by_head(
+                rules.by_length[place][1], query, key, score.scale, text, window, queries
+            )
             chosen = chosen_pages(
                 asking[:, :, : earlier + stop], searched, of_heads, spans, last - n + stop, len(queries), asker, window,
                 own,
@@ -109,7 +115,9 @@ def attend(
     return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
 
 
-def stretches_of(rules: HeadRules, starts: list[int], offset: int, queries: int) -> list[tuple[int, range]] | None:
+def stretches_of(
+    rules: HeadRules, starts: list[int], offset: int, queries: int
+) -> list[tuple[int, range]] | None:
     """Cut the queries of a call into stretches, with one rule a head for each.
 
     Args:
@@ -124,7 +132,9 @@ def stretches_of(rules: HeadRules, starts: list[int], offset: int, queries: int)
     """
     found, first = [], 0
     for place, length in enumerate(rules.lengths[:-1]):
-        stops = {min(max(start + (length or 0) - offset, first), queries) for start in starts or [0]}
+        stops = {
+            min(max(start + (length or 0) - offset, first), queries) for start in starts or [0]
+        }
         if len(stops) > 1:
             return None
         stop = stops.pop()
@@ -166,7 +176,9 @@ def chosen_pages(
     summaries: list[Summaries | None] = []
     if cache is not None:  # the summary of a page of one key is that key, which nobody keeps twice
         summaries = [
-            summaries_of(cache, key, r.page, r.bounds, spans[0]) if r.page > 1 and h not in own else None
+            summaries_of(cache, key, r.page, r.bounds, spans[0])
+            if r.page > 1 and h not in own
+            else None
             for h, r in enumerate(rules)
         ]
 
@@ -184,7 +196,13 @@ def chosen_pages(
 
 
 def lists_by_head(
-    rules: Rules, query: Tensor, key: Tensor, scale: float, text: Text, window: int | None, queries: range
+    rules: Rules,
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    text: Text,
+    window: int | None,
+    queries: range,
 ) -> dict[int, Tensor]:
     """The pages of heads whose rules choose them in torch, int32 [B, chunks, most] by head, as `Lists` has them.
 
@@ -218,7 +236,9 @@ def listing_rule(rule: SparseRule) -> PageRule | None:
     """
     if not isinstance(rule, PageRule) or type(rule) is Pages:
         return None
-    if rule.query == "own" and rule.chunk != 1:  # a __post_init__ that leaves out that of PageRule, which makes it 1
+    if (
+        rule.query == "own" and rule.chunk != 1
+    ):  # a __post_init__ that leaves out that of PageRule, which makes it 1
         return None
     return None if rule.find_changed_method() else rule
 
@@ -232,7 +252,9 @@ def put_lists(
         parts = [torch.full((len(key), *shape), -1, dtype=torch.int32) for shape in shapes]
     else:
         parts = kept.of_heads()
-    return Lists(torch.cat([own.get(h, part).flatten(1) for h, part in enumerate(parts)], 1), shapes)
+    return Lists(
+        torch.cat([own.get(h, part).flatten(1) for h, part in enumerate(parts)], 1), shapes
+    )
 
 
 def by_masks(
@@ -250,9 +272,16 @@ def by_masks(
     bias = options.bias
     if bias is not None and bias.ndim == 4 and bias.shape[1] == every:
         bias = bias[:, heads]
-    options, text = replace(options, mask=mask, sinks=sinks, bias=bias), replace(text, before=before)
-    hidden = masked(query[:, heads], of(key), score.scale, options, rules.of_heads(heads), text, window)
-    return attention(dot_score(score.raw_query[:, heads], of(score.raw_key), score.scale), of(value), hidden)[0]
+    options, text = (
+        replace(options, mask=mask, sinks=sinks, bias=bias),
+        replace(text, before=before),
+    )
+    hidden = masked(
+        query[:, heads], of(key), score.scale, options, rules.of_heads(heads), text, window
+    )
+    return attention(
+        dot_score(score.raw_query[:, heads], of(score.raw_key), score.scale), of(value), hidden
+    )[0]
 
 
 @lru_cache(maxsize=256)
@@ -275,7 +304,12 @@ def cuts_chunk(rule: SparseRule, length: int | None) -> bool:
 
     The kernel gets the queries up to the length alone. `Pages` that choose by the whole chunk also need those after it.
     """
-    return length is not None and type(rule) is Pages and rule.query == "chunk" and length % rule.chunk != 0
+    return (
+        length is not None
+        and type(rule) is Pages
+        and rule.query == "chunk"
+        and length % rule.chunk != 0
+    )
 
 
 def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
@@ -286,9 +320,22 @@ def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
         return HeadRule(rule.near, rule.sinks)
     if type(rule) is Pages:
         by, bounds = BY.index(rule.query), int(rule.summary == "bounds")
-        return HeadRule(rule.near, rule.sinks, rule.page, rule.chunk, rule.top, bounds, by, rule.channels_of(dim))
+        return HeadRule(
+            rule.near,
+            rule.sinks,
+            rule.page,
+            rule.chunk,
+            rule.top,
+            bounds,
+            by,
+            rule.channels_of(dim),
+        )
     own = listing_rule(rule)
-    return None if own is None else HeadRule(own.near, own.sinks, own.page, own.chunk, own.top, by=KEPT)
+    return (
+        None
+        if own is None
+        else HeadRule(own.near, own.sinks, own.page, own.chunk, own.top, by=KEPT)
+    )
 
 
 def is_served(score: PairScore, options: Options, keys: int) -> bool:
@@ -305,12 +352,20 @@ def is_served(score: PairScore, options: Options, keys: int) -> bool:
         return False
     if bias is None:
         return True
-    return bias.ndim > 1 and (bias.shape[-2] == 1 or bias.stride(-2) == 0) and bias.shape[-1] in (1, keys)
+    return (
+        bias.ndim > 1
+        and (bias.shape[-2] == 1 or bias.stride(-2) == 0)
+        and bias.shape[-1] in (1, keys)
+    )
 
 
 def bias_of_keys(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """[B, H, M] of a bias that `is_served` allows."""
-    return None if bias is None else bias[..., :1, :].expand(*query.shape[:2], 1, key.shape[2])[:, :, 0]
+    return (
+        None
+        if bias is None
+        else bias[..., :1, :].expand(*query.shape[:2], 1, key.shape[2])[:, :, 0]
+    )
 
 
 def spans_of(reading: Reading, window: int | None) -> Spans | None:

@@ -78,9 +78,14 @@ class SparseConfig(MechanismConfig):
 
     def _read(self, rules: Any) -> Rules:
         rules = rules if isinstance(rules, list | tuple) else (rules,)
-        read = tuple(SparseRule.from_dict(rule) if isinstance(rule, dict) else rule for rule in rules)
+        read = tuple(
+            SparseRule.from_dict(rule) if isinstance(rule, dict) else rule for rule in rules
+        )
         if not read or not all(isinstance(rule, SparseRule) for rule in read):
-            self._refuse("rules", "sparse rules such as Window(), one for all heads or one for each query head")
+            self._refuse(
+                "rules",
+                "sparse rules such as Window(), one for all heads or one for each query head",
+            )
         for rule in read:
             check_rule(rule)
         return read
@@ -88,7 +93,9 @@ class SparseConfig(MechanismConfig):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         write = lambda rules: [rule.to_dict() for rule in rules]
-        rules = write(self.rules) if self.lengths is None else [write(heads) for heads in self.rules]
+        rules = (
+            write(self.rules) if self.lengths is None else [write(heads) for heads in self.rules]
+        )
         return {**super().to_dict(), "rules": rules}
 
     def head_rules(self, heads: int, where: str) -> HeadRules:

@@ -23,9 +23,16 @@ def reaches_of(rules: HeadRules, key_heads: int) -> tuple[Reach, ...]:
     """Of each key head what its query heads see, at all lengths; None where one of them may look at any key."""
     group, found = len(rules.by_length[0][1]) // key_heads, []
     for first in range(0, group * key_heads, group):
-        asked = [None if r.earlier else r.reach for _, each in rules.by_length for r in each[first : first + group]]
+        asked = [
+            None if r.earlier else r.reach
+            for _, each in rules.by_length
+            for r in each[first : first + group]
+        ]
         known = [reach for reach in asked if reach is not None]
-        widest = max(near for near, _ in known or [(0, 0)]), max(sinks for _, sinks in known or [(0, 0)])
+        widest = (
+            max(near for near, _ in known or [(0, 0)]),
+            max(sinks for _, sinks in known or [(0, 0)]),
+        )
         found.append(widest if len(known) == len(asked) else None)
     return tuple(found)
 
@@ -36,7 +43,9 @@ def query_heads_of(cache: LayerCache, part: Part, heads: int) -> list[int]:
     return [h * group + i for h in part.heads for i in range(group)]
 
 
-def check_reach(cache: LayerCache, call: HostCall, rules: HeadRules, window: int | None) -> Tensor | None:
+def check_reach(
+    cache: LayerCache, call: HostCall, rules: HeadRules, window: int | None
+) -> Tensor | None:
     """Bool [B|1, M], which tokens of the rows are no padding; None where all are.
 
     Raises:
@@ -49,7 +58,9 @@ def check_reach(cache: LayerCache, call: HostCall, rules: HeadRules, window: int
                 "more; allowed: a cache that was made for this model, as it is patched now"
             )
     if window is not None:
-        raise ValueError(f"{EVICTING} cannot serve a layer with a sliding window; allowed: evict=False")
+        raise ValueError(
+            f"{EVICTING} cannot serve a layer with a sliding window; allowed: evict=False"
+        )
     places = call.read_mask().places
     start, real = places.start, places.real
     for part in cache.parts:
@@ -62,7 +73,9 @@ def check_reach(cache: LayerCache, call: HostCall, rules: HeadRules, window: int
             lost, count = real[:, keys.head : keys.base], real.cumsum(1)
             before = real[:, :start].sum(1, keepdim=True)
             place = count[:, keys.head : keys.base] - 1
-            wrong = start < keys.base or bool((lost & ((place < sinks) | (place > before - near))).any())
+            wrong = start < keys.base or bool(
+                (lost & ((place < sinks) | (place > before - near))).any()
+            )
             # With rules for several lengths, the places of what is left do not tell the length.
             wrong = wrong or (len(rules.lengths) > 1 and not bool(lost.all()))
         if wrong:
@@ -74,10 +87,16 @@ def check_reach(cache: LayerCache, call: HostCall, rules: HeadRules, window: int
     return real
 
 
-def call_of_part(cache: LayerCache, part: Part, call: HostCall, options: Options, real: Tensor | None) -> HostCall:
+def call_of_part(
+    cache: LayerCache, part: Part, call: HostCall, options: Options, real: Tensor | None
+) -> HostCall:
     """A call of the heads of a part alone, of what is kept of their keys."""
     key, value = (tensor.view() for tensor in part.tokens)
-    grown, heads, first = part.tokens[0], query_heads_of(cache, part, call.query.shape[1]), call.first
+    grown, heads, first = (
+        part.tokens[0],
+        query_heads_of(cache, part, call.query.shape[1]),
+        call.first,
+    )
     if part.reach is None:
         attach(key, cache)
     hides = any(given is not None for given in (options.mask, real, options.bias))
@@ -100,4 +119,6 @@ def call_of_part(cache: LayerCache, part: Part, call: HostCall, options: Options
     if grown.gone:
         stop = None if first.stop is None else first.stop - grown.gone
         first = FirstKey(0, None if real is None else real[:, places], stop)
-    return replace(call, query=of_heads(call.query, heads), key=key, value=value, options=options, first=first)
+    return replace(
+        call, query=of_heads(call.query, heads), key=key, value=value, options=options, first=first
+    )

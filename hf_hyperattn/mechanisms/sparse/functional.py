@@ -82,5 +82,7 @@ def sparse_attention(
     check_unpacked(reading, head_rules)
     out = compiled.attend(query, key, score, value, options, head_rules, text, backend=backend)
     if out is None:
-        out, _ = attention(score, value, masked(query, key, scale, options, head_rules, text), backend=backend)
+        out, _ = attention(
+            score, value, masked(query, key, scale, options, head_rules, text), backend=backend
+        )
     return out.to(query.dtype)

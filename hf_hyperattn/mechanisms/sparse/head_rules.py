@@ -40,7 +40,9 @@ class HeadRules:
     @computed_once
     def are_local(self) -> bool:
         """Whether no query's keys depend on where its text begins."""
-        return all(rule.is_exact or (type(rule) is Window and not rule.sinks) for rule in self.every)
+        return all(
+            rule.is_exact or (type(rule) is Window and not rule.sinks) for rule in self.every
+        )
 
     @computed_once
     def earlier(self) -> int:
@@ -49,13 +51,17 @@ class HeadRules:
 
     def of_heads(self, heads: list[int]) -> HeadRules:
         """Return the rules of these heads, in this order."""
-        return HeadRules(tuple((length, tuple(rules[h] for h in heads)) for length, rules in self.by_length))
+        return HeadRules(
+            tuple((length, tuple(rules[h] for h in heads)) for length, rules in self.by_length)
+        )
 
     def after_tokens(self, count: int) -> HeadRules:
         """Return the rules of what is left of a text without `count` of its tokens: lengths end earlier there."""
         if not count or self.lengths == (None,):
             return self
-        return HeadRules(tuple((n if n is None else n - count, rules) for n, rules in self.by_length))
+        return HeadRules(
+            tuple((n if n is None else n - count, rules) for n, rules in self.by_length)
+        )
 
     def check_both_sides(self, where: str) -> None:
         """Refuse rules that have no meaning where queries see the tokens after them too.

@@ -55,7 +55,11 @@ class SparseLayer(SelectionLayer):
         chosen = lambda h, rule: rule if self.heads is None or h in self.heads else Exact()
         by_length = self.config.head_rules(total, "this call").by_length
         heads = range(first, first + count)
-        return HeadRules(tuple((length, tuple(chosen(h, rules[h]) for h in heads)) for length, rules in by_length))
+        return HeadRules(
+            tuple(
+                (length, tuple(chosen(h, rules[h]) for h in heads)) for length, rules in by_length
+            )
+        )
 
     def selects_everything(self, rules: HeadRules) -> bool:
         """See `SelectionLayer.selects_everything`."""
@@ -69,7 +73,9 @@ class SparseLayer(SelectionLayer):
         rules.check_both_sides(self.asker or "this call")
         super().check_later_tokens(call, rules)
 
-    def attend_selected(self, asked: SelectingCall, rules: HeadRules, parameters: dict[str, Tensor | None]) -> Result:
+    def attend_selected(
+        self, asked: SelectingCall, rules: HeadRules, parameters: dict[str, Tensor | None]
+    ) -> Result:
         """See `SelectionLayer.attend_selected`."""
         window = asked.options.window or asked.call.keywords.get("sliding_window")
         if asked.cache is not None and asked.cache.keep is not None:
@@ -91,7 +97,16 @@ class SparseLayer(SelectionLayer):
         text = text_of(call.query, call.key, reading, rules, self.queries_kept(call))
         if asked.whole is attention and not asked.weights:
             out = compiled.attend(
-                call.query, call.key, score, value, options, rules, text, window, asked.backend, self.asker
+                call.query,
+                call.key,
+                score,
+                value,
+                options,
+                rules,
+                text,
+                window,
+                asked.backend,
+                self.asker,
             )
             if out is not None:
                 return out, None
@@ -109,7 +124,9 @@ class SparseLayer(SelectionLayer):
             return recent_queries(call.cache, self.asker)
         return cache.kept(("queries", self.asker), QueriesKept)
 
-    def attend_parts(self, asked: SelectingCall, cache: LayerCache, rules: HeadRules, window: int | None) -> Result:
+    def attend_parts(
+        self, asked: SelectingCall, cache: LayerCache, rules: HeadRules, window: int | None
+    ) -> Result:
         """With a cache that forgets: heads that keep the same keys together, of these keys."""
         call = asked.call
         real, (batch, heads, n, _) = check_reach(cache, call, rules, window), call.query.shape
@@ -119,8 +136,12 @@ class SparseLayer(SelectionLayer):
             own = call_of_part(cache, part, call, asked.options, real)
             chosen, gone = query_heads_of(cache, part, heads), part.tokens[0].gone
             score = dot_score(own.query, own.key, own.scale)
-            of_part = SelectingCall(own, attention, score, own.value, own.options, asked.backend, asked.weights)
-            found, shares = self.attend_by_rules(of_part, rules.of_heads(chosen).after_tokens(gone), window)
+            of_part = SelectingCall(
+                own, attention, score, own.value, own.options, asked.backend, asked.weights
+            )
+            found, shares = self.attend_by_rules(
+                of_part, rules.of_heads(chosen).after_tokens(gone), window
+            )
             out[:, chosen] = found.to(out.dtype)
             if shown is not None and shares is not None:
                 at = torch.tensor(chosen, device=out.device)[:, None], part.tokens[0].places()

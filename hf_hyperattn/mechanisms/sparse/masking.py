@@ -115,7 +115,11 @@ class Text:
 
 @torch.no_grad()
 def text_of(
-    query: Tensor, key: Tensor, reading: Reading, rules: HeadRules, recent: RecentQueries | QueriesKept | None = None
+    query: Tensor,
+    key: Tensor,
+    reading: Reading,
+    rules: HeadRules,
+    recent: RecentQueries | QueriesKept | None = None,
 ) -> Text:
     """What is known of a call's texts; to be called once a call, for it may change `recent`.
 
@@ -143,7 +147,9 @@ def text_of(
         kept = earlier + 1 + TAKEN_BACK
         least, most = (places.count_slots(stop - n, tokens) for tokens in (earlier, kept))
         count = places.count_slots(stop, kept)
-        before = recent.go_on(query, key, start=start, least=least, most=most, count=count, dropped=dropped)
+        before = recent.go_on(
+            query, key, start=start, least=least, most=most, count=count, dropped=dropped
+        )
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
@@ -203,9 +209,13 @@ def explain_mask(kind: type) -> str:
 
 
 @torch.no_grad()
-def _seen(query, key, scale, options: Options, rules: HeadRules, text: Text | None, window: int | None) -> Tensor:
+def _seen(
+    query, key, scale, options: Options, rules: HeadRules, text: Text | None, window: int | None
+) -> Tensor:
     """Bool [B, H, N, M], what the rules let be seen; arguments as in `masked`."""
-    text = text_of(query, key, read_mask(query, key, options, True), rules) if text is None else text
+    text = (
+        text_of(query, key, read_mask(query, key, options, True), rules) if text is None else text
+    )
     places, heads = text.places, query.shape[1]
     call = rule_call(query, repeat_heads(key, heads), scale, text, window)
     seen = visible_of(rules, call)[:, :, call.earlier :]
@@ -225,7 +235,11 @@ def rule_call(query: Tensor, key: Tensor, scale: float, text: Text, window: int 
     """What rules are shown: keys laid by their places, and the queries with those before them."""
     dtype, places, before = working_dtype(query, key), text.places, text.before
     query, key = query.to(dtype), key.to(dtype)
-    slots, place, count = key.shape[2] + places.dropped, places.query_numbers.expand(len(query), -1), 0
+    slots, place, count = (
+        key.shape[2] + places.dropped,
+        places.query_numbers.expand(len(query), -1),
+        0,
+    )
     if text.last is None or not places.is_whole:
         key = lay(key, places.key_numbers, slots)
     if before is not None:

@@ -89,7 +89,9 @@ class PageRule(SelectingRule):
     @classmethod
     def find_changed_method(cls) -> str:
         """Return the name of a method that keeps this class from the kernel; "" if there is none."""
-        return next((name for name in FIXED if getattr(cls, name) is not getattr(PageRule, name)), "")
+        return next(
+            (name for name in FIXED if getattr(cls, name) is not getattr(PageRule, name)), ""
+        )
 
     @abstractmethod
     def score_pages(self, query: Tensor, pages: Tensor, real: Tensor | None = None) -> Tensor:
@@ -126,7 +128,9 @@ class PageRule(SelectingRule):
         sinks = min(self.sinks, length)
         first = sinks // self.page  # the first page that holds more than sinks
         before = (opening // self.page - first).clamp_min(0)
-        after = (-(length // -self.page) + closing // -self.page).clamp_max(-(length // -self.page) - first)
+        after = (-(length // -self.page) + closing // -self.page).clamp_max(
+            -(length // -self.page) - first
+        )
         seen = closing - opening + opening.clamp_max(sinks) + (sinks - closing).clamp_min(0)
         return share_of(seen + self.count_chosen(before + after.clamp_min(0)), is_causal=False)
 
@@ -163,13 +167,20 @@ class PageRule(SelectingRule):
             inside = torch.arange(pages.shape[3], device=pages.device)
             real = (starts[:, None] + inside < lengths)[..., None]
         candidates = candidates & (stops > self.sinks)
-        if call.window is not None:  # what a cache has dropped, or drops before the chunk ends, is no candidate
+        if (
+            call.window is not None
+        ):  # what a cache has dropped, or drops before the chunk ends, is no candidate
             candidates = candidates & (starts >= chunks.start + self.chunk - call.window)
             if not call.is_causal:
                 candidates = candidates & (stops <= chunks.start + call.window)
         chunks.check(call, candidates)
-        scores, shape = self.score_pages(chunks.query, pages, real), (*chunks.query.shape[:3], pages.shape[2])
-        if scores.dim() != 4 or any(size not in (1, full) for size, full in zip(scores.shape, shape, strict=True)):
+        scores, shape = (
+            self.score_pages(chunks.query, pages, real),
+            (*chunks.query.shape[:3], pages.shape[2]),
+        )
+        if scores.dim() != 4 or any(
+            size not in (1, full) for size, full in zip(scores.shape, shape, strict=True)
+        ):
             raise ValueError(
                 f"{type(self).__name__}.score_pages returned {list(scores.shape)}; allowed: {list(shape)} "
                 "[batch, heads, chunks, pages], or 1 where all have the same score"
@@ -199,9 +210,13 @@ class PageRule(SelectingRule):
         """
         choice, count = self.choose_pages(call), len(queries)
         place = call.place[:, call.earlier + queries.start : call.earlier + queries.stop]
-        of_query = choice.chunks.of_query[:, call.earlier + queries.start : call.earlier + queries.stop]
+        of_query = choice.chunks.of_query[
+            :, call.earlier + queries.start : call.earlier + queries.stop
+        ]
         real = place >= 0
-        index = real.int().argmax(1, keepdim=True)  # of the first real query, in each row of the batch
+        index = real.int().argmax(
+            1, keepdim=True
+        )  # of the first real query, in each row of the batch
         first = place.gather(1, index).clamp_min(0)
         # A query of each chunk: the one at its first token, or the first real one.
         chunk = first // self.chunk + torch.arange(count // self.chunk + 2, device=place.device)
@@ -210,7 +225,10 @@ class PageRule(SelectingRule):
         is_there = is_there & real.gather(1, query)
         rows = of_query.gather(1, query)
         chosen = choice.pages.gather(
-            2, rows[:, None, :, None].expand(len(rows), choice.pages.shape[1], -1, choice.pages.shape[3])
+            2,
+            rows[:, None, :, None].expand(
+                len(rows), choice.pages.shape[1], -1, choice.pages.shape[3]
+            ),
         )
         chosen = chosen & is_there[:, None, :, None]
         pages, most = chosen.shape[3], min(self.top, call.key.shape[2] // self.page)
@@ -231,14 +249,18 @@ class Pages(PageRule):
     that stands there for what is left out). A page that is scored by a share of the channels costs as much of a logit.
     """
 
-    near: int = option(64, "tokens less than so many before a chunk are seen, rounded up to whole pages", least=1)
+    near: int = option(
+        64, "tokens less than so many before a chunk are seen, rounded up to whole pages", least=1
+    )
     sinks: int = option(4, "so many first tokens of the text are seen", least=0)
     page: int = option(16, "tokens of a page", least=1)
     top: int = option(16, "so many pages are opened", least=0)
     summary: Summary = option("bounds", "what a page is scored by", choices=get_args(Summary))
     query: Selector = option("own", QUERY_HELP, choices=SELECTORS)
     chunk: int = option(16, CHUNK_HELP, least=1)
-    channels: float = option(1.0, "share of the channels that pages are scored by, where q is largest", above=0)
+    channels: float = option(
+        1.0, "share of the channels that pages are scored by, where q is largest", above=0
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -276,7 +298,10 @@ def scores_of(summary: Summary, query: Tensor, keys: Tensor, real: Tensor | None
     if real is not None:
         if summary == "mean":
             return query @ (keys.sum(3) / real.sum(3).clamp_min(1)).mT
-        most, least = keys.masked_fill(~real, -torch.inf).amax(3), keys.masked_fill(~real, torch.inf).amin(3)
+        most, least = (
+            keys.masked_fill(~real, -torch.inf).amax(3),
+            keys.masked_fill(~real, torch.inf).amin(3),
+        )
         return query.clamp_min(0) @ most.mT + query.clamp_max(0) @ least.mT
     if summary == "mean":
         return query @ keys.mean(3).mT

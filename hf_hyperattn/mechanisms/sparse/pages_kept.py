@@ -36,7 +36,9 @@ class Choice(NamedTuple):
     needed: int
     pages: Lists
 
-    def holds_for(self, rules: list[HeadRule], starts: list[int], stops: list[int | None], length: int) -> bool:
+    def holds_for(
+        self, rules: list[HeadRule], starts: list[int], stops: list[int | None], length: int
+    ) -> bool:
         """Whether it can hold for a query of these rows, by these rules, as the last of `length` keys."""
         same = (self.rules, self.starts, self.stops) == (rules, starts, stops)
         return same and self.pages.shapes == shapes_of_choice(rules, 1, length)
@@ -71,8 +73,13 @@ class LastChoice(KeptWithKeys):
         chunks = [[(length - 1 - start) // rule.chunk for start in starts] for rule in wanted]
         last, asked, kept = self.last, wanted, None
         if last is not None and last.holds_for(wanted, starts, stops, length):
-            going_on = [e and then == now for e, then, now in zip(early, last.chunks, chunks, strict=True)]
-            asked = [rule._replace(by=KEPT) if on else rule for rule, on in zip(wanted, going_on, strict=True)]
+            going_on = [
+                e and then == now for e, then, now in zip(early, last.chunks, chunks, strict=True)
+            ]
+            asked = [
+                rule._replace(by=KEPT) if on else rule
+                for rule, on in zip(wanted, going_on, strict=True)
+            ]
             kept = last.pages
         pages = find(asked, kept)
         # The first token of every chunk must stay. It is the last one that the choice of the chunk depends on.
@@ -124,7 +131,9 @@ class PageSummaries(Blocks):
                 room[:, :, :had] = self.room
             self.room = room
         if counts != self.counts:
-            selected.page_summaries(key, self.room, self.size, self.bounds, self.starts, self.counts, counts)
+            selected.page_summaries(
+                key, self.room, self.size, self.bounds, self.starts, self.counts, counts
+            )
             self.counts = counts
         return Summaries(self.room[:, :, :most], self.starts, self.size)
 
@@ -135,7 +144,9 @@ class PageSummaries(Blocks):
             self.room = self.room[rows.to(self.room.device)]
 
 
-def summaries_of(cache: LayerCache, key: Tensor, page: int, bounds: int, starts: list[int]) -> Summaries:
+def summaries_of(
+    cache: LayerCache, key: Tensor, page: int, bounds: int, starts: list[int]
+) -> Summaries:
     """Return the summaries of the pages of a cache, see `PageSummaries`; made anew if its padding has moved."""
     name = "summaries", page, bounds
     kept = cache.kept(name, lambda: PageSummaries(starts, page, bounds))

@@ -55,9 +55,14 @@ def definition(rule: SparseRule, query: Tensor, key: Tensor, scale: float) -> li
         VerticalSlash: vertical_slash,
     }
     if type(rule) not in kinds:
-        raise TypeError(f"{type(rule).__name__} is defined by its own visible; allowed: {', '.join(RULE_NAMES)}")
+        raise TypeError(
+            f"{type(rule).__name__} is defined by its own visible; allowed: {', '.join(RULE_NAMES)}"
+        )
     define = kinds[type(rule)]
-    return [{j for j in define(rule, query.double(), key.double(), scale, i) if j <= i} for i in range(len(query))]
+    return [
+        {j for j in define(rule, query.double(), key.double(), scale, i) if j <= i}
+        for i in range(len(query))
+    ]
 
 
 RULE_NAMES = ("Exact", "Window", "Pages", "NestedWindows", "Clusters", "VerticalSlash")
@@ -68,7 +73,9 @@ def exact(rule: Exact, query: Tensor, key: Tensor, scale: float, i: int) -> Toke
     return set(range(i + 1))
 
 
-def window(rule: Window | VerticalSlash | Clusters, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
+def window(
+    rule: Window | VerticalSlash | Clusters, query: Tensor, key: Tensor, scale: float, i: int
+) -> Tokens:
     """The last `near` and the first `sinks`."""
     return set(range(max(0, i - rule.near + 1), i + 1)) | set(range(rule.sinks))
 
@@ -82,7 +89,9 @@ def pages(rule: Pages, query: Tensor, key: Tensor, scale: float, i: int) -> Toke
     tokens = {a: page for a, page in tokens.items() if page.stop > rule.sinks}
     s = largest_channels(rule, selector(rule, query, i) if tokens else query[i])
 
-    for a in sorted(tokens, key=lambda a: score(rule, s, key[list(tokens[a])]), reverse=True)[: rule.top]:
+    for a in sorted(tokens, key=lambda a: score(rule, s, key[list(tokens[a])]), reverse=True)[
+        : rule.top
+    ]:
         seen |= set(tokens[a])
     return seen
 
@@ -98,7 +107,9 @@ def largest_channels(rule: Pages, s: Tensor) -> Tensor:
     """s, 0 in all but its largest channels."""
     count, strength = max(1, round(rule.channels * len(s))), s.abs().tolist()
     largest = sorted(range(len(s)), key=strength.__getitem__, reverse=True)[:count]
-    return torch.tensor([float(s[d]) if d in largest else 0.0 for d in range(len(s))], dtype=s.dtype)
+    return torch.tensor(
+        [float(s[d]) if d in largest else 0.0 for d in range(len(s))], dtype=s.dtype
+    )
 
 
 def tree(rule: NestedWindows, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
@@ -122,7 +133,9 @@ def tree(rule: NestedWindows, query: Tensor, key: Tensor, scale: float, i: int) 
         place(len(sizes) - 1, begin)
     for level in range(len(sizes) - 1, 0, -1):
         tokens = lambda begin, level=level: range(begin, begin + sizes[level])
-        worth = lambda begin, tokens=tokens: score(rule, selector(rule, query, i), key[list(tokens(begin))])
+        worth = lambda begin, tokens=tokens: score(
+            rule, selector(rule, query, i), key[list(tokens(begin))]
+        )
         for begin in sorted(standing[level], key=worth, reverse=True)[: rule.top]:
             standing[level - 1] += range(begin, begin + sizes[level], sizes[level - 1])
     return seen | set(standing[0])
@@ -137,7 +150,8 @@ def clusters(rule: Clusters, query: Tensor, key: Tensor, scale: float, i: int) -
     for s in range(own):
         if s * rule.segment < start - rule.near:  # else all of it is near
             members += [
-                [s * rule.segment + t for t in m] for m in lloyd(rule, key[s * rule.segment :][: rule.segment])
+                [s * rule.segment + t for t in m]
+                for m in lloyd(rule, key[s * rule.segment :][: rule.segment])
             ]
     s_ = selector(rule, query, i) if members else query[i]
     mass = lambda tokens: float(scale * s_ @ key[tokens].mean(0)) + math.log(len(tokens))
@@ -151,7 +165,9 @@ def lloyd(rule: Clusters, key: Tensor) -> list[list[int]]:
     means = [key[m] for m in range(rule.size // 2, rule.segment, rule.size)]
     members: list[list[int]] = []
     for _ in range(rule.rounds + 1):
-        nearest = [min(range(len(means)), key=lambda c: float((k - means[c]).square().sum())) for k in key]
+        nearest = [
+            min(range(len(means)), key=lambda c: float((k - means[c]).square().sum())) for k in key
+        ]
         members = [[t for t, c in enumerate(nearest) if c == label] for label in range(len(means))]
         means = [key[m].mean(0) if m else mean for m, mean in zip(members, means, strict=True)]
     return [m for m in members if m]
@@ -167,8 +183,12 @@ def vertical_slash(rule: VerticalSlash, query: Tensor, key: Tensor, scale: float
         for j, weight in enumerate(torch.softmax(scale * key[: p + 1] @ query[p], 0).tolist()):
             columns[j] += weight
             diagonals[p - j] += weight
-    heaviest = sorted(range(rule.sinks, start), key=columns.__getitem__, reverse=True)[: rule.columns]
-    distances = sorted(range(rule.near, len(key)), key=diagonals.__getitem__, reverse=True)[: rule.diagonals]
+    heaviest = sorted(range(rule.sinks, start), key=columns.__getitem__, reverse=True)[
+        : rule.columns
+    ]
+    distances = sorted(range(rule.near, len(key)), key=diagonals.__getitem__, reverse=True)[
+        : rule.diagonals
+    ]
     return window(rule, query, key, scale, i) | set(heaviest) | {i - d for d in distances if d <= i}
 
 

@@ -142,7 +142,9 @@ class SparseRule(KnownFields, Rule):
         Returns:
             Bool [B, H, N - earlier, M].
         """
-        place = torch.arange(first, first + query.shape[2], device=query.device).expand(len(query), -1)
+        place = torch.arange(first, first + query.shape[2], device=query.device).expand(
+            len(query), -1
+        )
         scale = float(query.shape[-1] ** -0.5) if scale is None else scale
         dtype = working_dtype(query, key)
         key = repeat_heads(key, query.shape[1]).to(dtype)
@@ -156,7 +158,10 @@ class SparseRule(KnownFields, Rule):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, with the rule's name first."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
-        return {"rule": self.name, **{n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}}
+        return {
+            "rule": self.name,
+            **{n: list(v) if isinstance(v, tuple) else v for n, v in values.items()},
+        }
 
     @staticmethod
     def from_dict(data: Any) -> SparseRule:
@@ -167,7 +172,9 @@ class SparseRule(KnownFields, Rule):
         known = cls.__dataclass_fields__  # type: ignore[attr-defined]
         unknown = sorted(map(str, data.keys() - known.keys() - {"rule"}))
         if unknown:
-            raise ValueError(f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}"
+            )
         return cls(**{k: as_tuple(v) for k, v in data.items() if k != "rule"})
 
 
@@ -302,7 +309,9 @@ class Window(SparseRule):
     def share(self, length: int) -> float:
         """What is seen; nothing is looked for."""
         places = torch.arange(length)
-        return share_of(places.clamp_max(self.near - 1) + 1 + (places - self.near + 1).clamp(0, self.sinks))
+        return share_of(
+            places.clamp_max(self.near - 1) + 1 + (places - self.near + 1).clamp(0, self.sinks)
+        )
 
     def share_both_sides(self, length: int) -> float:
         """What is seen, on both sides."""
@@ -310,7 +319,9 @@ class Window(SparseRule):
         first = (places - self.near + 1).clamp_min(0)
         stop = (places + self.near).clamp_max(length)
         sinks = min(self.sinks, length)
-        return share_of(stop - first + first.clamp_max(sinks) + (sinks - stop).clamp_min(0), is_causal=False)
+        return share_of(
+            stop - first + first.clamp_max(sinks) + (sinks - stop).clamp_min(0), is_causal=False
+        )
 
     def visible(self, call: RuleCall) -> Tensor:
         """[B, 1, N, M]."""

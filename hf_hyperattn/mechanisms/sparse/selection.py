@@ -93,13 +93,25 @@ def chunks_of(call: RuleCall, size: int, by: Selector | Literal["tail"], tail: i
     place, real = call.place, call.place >= 0
     if by == "own":
         return Chunks(
-            call.query, call.places, real, torch.arange(place.shape[1], device=place.device).expand_as(place)
+            call.query,
+            call.places,
+            real,
+            torch.arange(place.shape[1], device=place.device).expand_as(place),
         )
     size = max(tail, cut_to_text(size, call.key.shape[2]))
-    base = place.where(real, torch.iinfo(place.dtype).max).amin(1, keepdim=True).clamp_max(place.amax()) // size
+    base = (
+        place.where(real, torch.iinfo(place.dtype).max)
+        .amin(1, keepdim=True)
+        .clamp_max(place.amax())
+        // size
+    )
     count = place.shape[1] // size + 2
-    laid = lay(call.query, (place - base * size).where(real, -1), count * size).unflatten(2, (count, size))
-    there = lay(real[:, None, :, None].to(laid.dtype), (place - base * size).where(real, -1), count * size)
+    laid = lay(call.query, (place - base * size).where(real, -1), count * size).unflatten(
+        2, (count, size)
+    )
+    there = lay(
+        real[:, None, :, None].to(laid.dtype), (place - base * size).where(real, -1), count * size
+    )
     there = there.unflatten(2, (count, size))  # [B, 1, R, size, 1]
     if by == "first":
         query, known = laid[:, :, :, 0], there[:, 0, :, 0, 0] > 0

@@ -50,7 +50,9 @@ def talking_heads_attention(
     for name, matrix in (("before", before), ("after", after)):
         if matrix is not None:
             check_tensor(name, matrix)
-        if matrix is not None and (tuple(matrix.shape) != (heads, heads) or not matrix.is_floating_point()):
+        if matrix is not None and (
+            tuple(matrix.shape) != (heads, heads) or not matrix.is_floating_point()
+        ):
             raise ValueError(
                 f"{name} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}; allowed: floating point numbers, "
                 f"one for each pair of query heads, {(heads, heads)}; or None"

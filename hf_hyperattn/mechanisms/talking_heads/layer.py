@@ -43,4 +43,6 @@ class TalkingHeadsLayer(MechanismLayer):
         return one.index_put((index[:, None], index[None]), delta, accumulate=True)
 
     def identical(self) -> bool:
-        return not any(bool(delta.any()) for delta in (self.before, self.after) if delta is not None)
+        return not any(
+            bool(delta.any()) for delta in (self.before, self.after) if delta is not None
+        )

@@ -64,7 +64,9 @@ def talking_heads(
             f"{', '.join(BACKENDS)}"
         )
     if weights and backend == "blockwise":
-        raise ValueError("backend='blockwise' returns no weights; use backend='reference' or 'auto'")
+        raise ValueError(
+            "backend='blockwise' returns no weights; use backend='reference' or 'auto'"
+        )
     check_transforms(backend)
     options = checked(options or Options(), score)
     before, after = (None if m is None else m.to(score.dtype) for m in (before, after))
@@ -91,7 +93,9 @@ def in_blocks(
     matrices = {name: m for name, m in (("before", before), ("after", after)) if m is not None}
 
     def run(tensors: list[Tensor], score_key: str, extras: str, *rest) -> tuple[Tensor, Tensor]:
-        return forward([*tensors, *matrices.values()], score_key, " ".join([*extras.split(), *matrices]), *rest)
+        return forward(
+            [*tensors, *matrices.values()], score_key, " ".join([*extras.split(), *matrices]), *rest
+        )
 
     return serialize.call(run, score.score_key, False, score, value, options)
 
@@ -99,7 +103,9 @@ def in_blocks(
 class Talk:
     """The engine's call, or its gradients, with the bias apart, which comes before mixing, and P_l, P_w."""
 
-    def __init__(self, tensors: Sequence[Tensor], score_key: str, extras: str, *rest, gradients=False):
+    def __init__(
+        self, tensors: Sequence[Tensor], score_key: str, extras: str, *rest, gradients=False
+    ):
         self.call = Call.of(serialize.read(tensors, score_key, extras, *rest), gradients)
         self.bias, self.call.tensors.bias = self.call.tensors.bias, None
         self.before, self.after = matrices_of(tensors, extras)
@@ -138,7 +144,9 @@ class Talk:
         weights = torch.softmax(logits, -1)
         options, masked = self.call.options, self.call.tensors.mask is not None
         if logits.shape[-1] and (masked or options.window is not None or options.offset < 0):
-            weights.masked_fill_(logits.amax(-1, keepdim=True) == float("-inf"), 0.0)  # rows that see no key
+            weights.masked_fill_(
+                logits.amax(-1, keepdim=True) == float("-inf"), 0.0
+            )  # rows that see no key
         return weights, None
 
 
@@ -179,7 +187,9 @@ def forward(tensors: Sequence[Tensor], score_key: str, extras: str, *rest) -> tu
     group = t.query.shape[1:3] if heads == tensors[0].shape[1] else (heads, 1)
     out = t.query.new_empty(len(t.query), *group, t.query.shape[3], t.value.shape[-1])
     for tile in talk.tiles():
-        weights, _ = talk.weights(tile, talk.logits(tile, blockwise.evaluate_terms(tile, derive=False)))
+        weights, _ = talk.weights(
+            tile, talk.logits(tile, blockwise.evaluate_terms(tile, derive=False))
+        )
         weights = mixed(talk.after, weights)
         factors = blockwise.keep(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
@@ -194,11 +204,17 @@ def _(tensors, score_key, extras, *_):
     return query.new_empty(shape), query.new_empty(0)
 
 
-@torch.library.custom_op("hf_hyperattn::talking_heads_backward", mutates_args=(), schema=serialize.BACKWARD)
-def backward(grad: Tensor, out: Tensor, lse: Tensor, tensors, needs_grad, score_key: str, extras: str, *rest):
+@torch.library.custom_op(
+    "hf_hyperattn::talking_heads_backward", mutates_args=(), schema=serialize.BACKWARD
+)
+def backward(
+    grad: Tensor, out: Tensor, lse: Tensor, tensors, needs_grad, score_key: str, extras: str, *rest
+):
     """Gradients of all tensors; empty for an extra that needs none."""
     talk = Talk(tensors, score_key, extras, *rest)
-    buffers = [grad.new_zeros(shape) for shape in blockwise.gradient_shapes(tensors, needs_grad, extras)]
+    buffers = [
+        grad.new_zeros(shape) for shape in blockwise.gradient_shapes(tensors, needs_grad, extras)
+    ]
     into = Talk(buffers, score_key, extras, *rest, gradients=True)
     group, heads = talk.call.tensors.query.shape[1:3], grad.shape[1]
     grad = grad.unflatten(1, group if heads == tensors[0].shape[1] else (heads, 1))
@@ -210,7 +226,9 @@ def backward(grad: Tensor, out: Tensor, lse: Tensor, tensors, needs_grad, score_
 
 @backward.register_fake
 def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
-    return [grad.new_empty(shape) for shape in blockwise.gradient_shapes(tensors, needs_grad, extras)]
+    return [
+        grad.new_empty(shape) for shape in blockwise.gradient_shapes(tensors, needs_grad, extras)
+    ]
 
 
 serialize.differentiable(forward, backward, "blockwise")

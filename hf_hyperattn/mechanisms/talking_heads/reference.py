@@ -48,7 +48,11 @@ def attend(
     if options.bias is not None:
         logits = logits + at_least(options.bias, LOWEST)
     logits = hide(mix(before, logits), options)
-    empty = (logits == float("-inf")).all(-1, keepdim=True)  # of finite numbers, so that gradients are finite
+    empty = (logits == float("-inf")).all(
+        -1, keepdim=True
+    )  # of finite numbers, so that gradients are finite
     weights = softmax(logits.masked_fill(empty, 0.0), options.sinks).masked_fill(empty, 0.0)
     weights = mix(after, weights)
-    return dropout(weights, options) @ repeat_heads(value.to(weights.dtype), weights.shape[1]), weights
+    return dropout(weights, options) @ repeat_heads(
+        value.to(weights.dtype), weights.shape[1]
+    ), weights

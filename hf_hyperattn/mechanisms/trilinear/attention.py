@@ -76,7 +76,9 @@ def small(query: Tensor, keys: int) -> bool:
     return head <= DENSE_HEAD and query.shape[0] * query.shape[1] * head <= DENSE_ALL
 
 
-def in_tiles(main: list[Tensor], options: Options, windows: Windows, offset: Tensor | None) -> Tensor:
+def in_tiles(
+    main: list[Tensor], options: Options, windows: Windows, offset: Tensor | None
+) -> Tensor:
     """`simplicial` without its N x M x M logits; no weights, and no gradient for an additive mask.
 
     Memory beside inputs and output is O(tile). Deterministic: tiles are summed in a fixed order, and dropout is drawn
@@ -89,11 +91,17 @@ def in_tiles(main: list[Tensor], options: Options, windows: Windows, offset: Ten
     ints = [int(options.is_causal), options.window or 0, options.offset]
     ints += [windows.first or 0, windows.second or 0, int(windows.back)]
     tensors = [*main, *extras.values()]
-    return simplicial_forward(tensors, " ".join(extras), ints, options.softcap, options.dropout_p)[0]
+    return simplicial_forward(tensors, " ".join(extras), ints, options.softcap, options.dropout_p)[
+        0
+    ]
 
 
 def read_call(
-    tensors: Sequence[Tensor], extras: str, ints: Sequence[int], softcap: float | None, dropout_p: float
+    tensors: Sequence[Tensor],
+    extras: str,
+    ints: Sequence[int],
+    softcap: float | None,
+    dropout_p: float,
 ) -> SimplicialCall:
     """A call from the operator's arguments, where 0 stands for no window."""
     named = dict(zip(extras.split(), tensors[MAIN:], strict=True))
@@ -101,7 +109,9 @@ def read_call(
     offset = int(named["offset"]) if "offset" in named else offset
     options = Options(None, None, bool(is_causal), window or None, offset, softcap, None, dropout_p)
     seed = int(named["seed"]) if "seed" in named else 0
-    return SimplicialCall(grouped(tensors, named), options, Windows(first or None, second or None, bool(back)), seed)
+    return SimplicialCall(
+        grouped(tensors, named), options, Windows(first or None, second or None, bool(back)), seed
+    )
 
 
 def grouped(tensors: Sequence[Tensor], named: dict[str, Tensor]) -> SimplicialTensors:
@@ -115,7 +125,11 @@ def grouped(tensors: Sequence[Tensor], named: dict[str, Tensor]) -> SimplicialTe
 
 @torch.library.custom_op("hf_hyperattn::simplicial", mutates_args=())
 def simplicial_forward(
-    tensors: Sequence[Tensor], extras: str, ints: Sequence[int], softcap: float | None, dropout_p: float
+    tensors: Sequence[Tensor],
+    extras: str,
+    ints: Sequence[int],
+    softcap: float | None,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv], and the largest logits and sums [2, B, H, N]."""
     call = read_call(tensors, extras, ints, softcap, dropout_p)
@@ -157,7 +171,10 @@ def simplicial_backward(
     grad, out, top, sums = (x.unflatten(1, group) for x in (grad, out, *sums))
     with full_precision(grad.device):  # backward may be called under autocast
         for block, chunks in call.blocks():
-            block_grad, block_top = block.of_query(grad) / block.of_query(sums)[..., None], block.of_query(top)
+            block_grad, block_top = (
+                block.of_query(grad) / block.of_query(sums)[..., None],
+                block.of_query(top),
+            )
             delta = (block_grad * block.of_query(out)).sum(-1)
             for chunk in chunks:
                 tiles.backward(chunk, grads, block_grad, delta, block_top)

@@ -74,7 +74,9 @@ class TrilinearConfig(MechanismConfig):
     @property
     def breaks(self) -> frozenset[str]:
         """BiDAF's score is a product of features; the others' logits are of three tokens."""
-        return frozenset() if self.form == "bidaf" else frozenset({"linear_in_key", "pairwise_logits"})
+        return (
+            frozenset() if self.form == "bidaf" else frozenset({"linear_in_key", "pairwise_logits"})
+        )
 
     @property
     def needs(self) -> dict[str, str]:
@@ -91,7 +93,11 @@ def checked_windows(owner: str, windows) -> tuple[int | None, int | None] | None
     if windows is None:
         return None
     fine = isinstance(windows, tuple | list) and len(windows) == 2
-    if not fine or not all(w is None or (type(w) is int and 1 <= w <= MOST_INTEGER) for w in windows):
-        allowed = f"(w1, w2), each an integer from 1 to {MOST_INTEGER:,} or None for all keys; or None"
+    if not fine or not all(
+        w is None or (type(w) is int and 1 <= w <= MOST_INTEGER) for w in windows
+    ):
+        allowed = (
+            f"(w1, w2), each an integer from 1 to {MOST_INTEGER:,} or None for all keys; or None"
+        )
         refuse(f"{owner}windows", windows, allowed)
     return None if tuple(windows) == (None, None) else tuple(windows)

@@ -89,7 +89,9 @@ def bidaf_scores(query: Tensor, key: Tensor, *, w1: Tensor, w2: Tensor, w3: Tens
     for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
         check_tensor(name, w)
         if tuple(w.shape) not in ((width,), (heads, width)):
-            raise ValueError(f"{name} has shape {tuple(w.shape)}; allowed: ({heads}, {width}) or ({width},)")
+            raise ValueError(
+                f"{name} has shape {tuple(w.shape)}; allowed: ({heads}, {width}) or ({width},)"
+            )
     dtype = working_dtype(query, key, w1, w2, w3)
     w1, w2, w3 = (torch.broadcast_to(w.to(dtype), (heads, width)) for w in (w1, w2, w3))
     return reference.bidaf_scores(query.to(dtype), key.to(dtype), w1, w2, w3)

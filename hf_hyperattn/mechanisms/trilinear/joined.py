@@ -49,7 +49,9 @@ class Joined:
 
     def move_options(self, options: Options) -> Options:
         """Return options whose mask and bias are in this order."""
-        move = lambda tensor: None if tensor is None else take_pairs(tensor, self.queries.tokens, self.keys.tokens)
+        move = lambda tensor: (
+            None if tensor is None else take_pairs(tensor, self.queries.tokens, self.keys.tokens)
+        )
         return replace(options, mask=move(options.mask), bias=move(options.bias))
 
     def restore(self, out: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -63,7 +65,9 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     """Return [B, H, N, d] with these rows, int64 [B|1, N]."""
     batch = max(tensor.shape[0], rows.shape[0])
     tensor = tensor.expand(batch, -1, -1, -1)
-    return tensor.gather(2, rows[:, None, :, None].expand(batch, tensor.shape[1], -1, tensor.shape[3]))
+    return tensor.gather(
+        2, rows[:, None, :, None].expand(batch, tensor.shape[1], -1, tensor.shape[3])
+    )
 
 
 def take_pairs(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -80,7 +84,9 @@ def order_of(real: Tensor) -> Order:
         real: Bool [B|1, N], which tokens are no padding.
     """
     padding = (~real).long()
-    places = torch.where(real, padding.sum(1, keepdim=True) + real.long().cumsum(1) - 1, padding.cumsum(1) - 1)
+    places = torch.where(
+        real, padding.sum(1, keepdim=True) + real.long().cumsum(1) - 1, padding.cumsum(1) - 1
+    )
     slots = torch.arange(real.shape[1], device=real.device).expand_as(places)
     return Order(places, torch.zeros_like(places).scatter(1, places, slots))
 
@@ -134,7 +140,11 @@ def join_tokens(call: HostCall, start: int | Tensor, grows: bool) -> Joined | No
     tokens = find_real_tokens(call, grows)
     if tokens is None:
         return None
-    if can_read(tokens.keys) and isinstance(start, int) and call.read_mask(grows).places.spans is not None:
+    if (
+        can_read(tokens.keys)
+        and isinstance(start, int)
+        and call.read_mask(grows).places.spans is not None
+    ):
         return None
     real = tokens.keys
     if tokens.own_keys is not None:  # keys after the last query's own are empty slots of a cache

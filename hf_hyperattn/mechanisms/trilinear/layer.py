@@ -22,7 +22,9 @@ from .joined import RealTokens, find_real_tokens, join_tokens
 from .reference import Windows, bidaf_scores
 
 
-def trilinear_layer(config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None) -> MechanismLayer:
+def trilinear_layer(
+    config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None
+) -> MechanismLayer:
     """The layer of the form that the config asks for; arguments as in `MechanismLayer`."""
     kind = BidafLayer if config.form == "bidaf" else SimplicialLayer
     return kind(config, host, mode, heads)
@@ -43,23 +45,34 @@ class BidafLayer(MechanismLayer):
     honours_heads = True
     mixes_heads = False
 
-    def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
+    def __init__(
+        self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None
+    ):
         super().__init__(config, host, mode, heads)
         known = check_host("trilinear", host, "head_dim")
-        self.w1, self.w2, self.w3 = (nn.Parameter(torch.zeros(known.heads, known.head_dim)) for _ in range(3))
+        self.w1, self.w2, self.w3 = (
+            nn.Parameter(torch.zeros(known.heads, known.head_dim)) for _ in range(3)
+        )
 
     def change(self, plan: Plan) -> Plan:
         call, mask = plan.call, self.head_mask(plan.call)
         dtype = working_dtype(call.query, call.key)
-        w1, w2, w3 = ((w if mask is None else w * mask[:, None]).to(dtype) for w in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (
+            (w if mask is None else w * mask[:, None]).to(dtype)
+            for w in (self.w1, self.w2, self.w3)
+        )
         with_row = plan.options.sinks is not None or plan.options.softcap is not None
-        return plan.change(score=bidaf_score(call.query, call.key, w1, w2, call.scale * (1 + w3), with_row))
+        return plan.change(
+            score=bidaf_score(call.query, call.key, w1, w2, call.scale * (1 + w3), with_row)
+        )
 
     def identical(self) -> bool:
         return not any(bool(p.any()) for p in self.parameters())
 
 
-def bidaf_score(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, with_row: bool) -> PairScore:
+def bidaf_score(
+    query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, with_row: bool
+) -> PairScore:
     """The score as engines see it.
 
     Args:
@@ -76,7 +89,9 @@ def bidaf_score(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, 
     row = torch.einsum("hd,bhnd->bhn", w1, q)[..., None]
     # the gate of ones says that the features are not the host's own keys
     term = ScoreTerm(DOT, partial(bidaf_scores, q, k, w1, w2, w3), gate=w1.new_ones(query.shape[1]))
-    return PairScore(torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (term,))
+    return PairScore(
+        torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (term,)
+    )
 
 
 class SimplicialLayer(MechanismLayer):
@@ -98,7 +113,9 @@ class SimplicialLayer(MechanismLayer):
     honours_heads = True
     mixes_heads = False
 
-    def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
+    def __init__(
+        self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None
+    ):
         super().__init__(config, host, mode, heads)
         known = check_host("trilinear", host, "head_dim", "value_dim")
         if config.rank is not None and config.rank > known.head_dim:
@@ -156,7 +173,10 @@ class SimplicialLayer(MechanismLayer):
             refuse_pruned(call, "trilinear")
             start = call.first_query("trilinear", self.known)
             joined = join_tokens(call, start, self.known.grows)
-        value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
+        value, p = (
+            value.to(score.query.dtype),
+            {n: t.to(score.query.dtype) for n, t in parameters.items()},
+        )
         self.check_shapes(score.key, value, p)
         share = self.share(call, start, p.get("gate"), value.dtype)
         all_query, all_key, all_value = score.query, score.key, value
@@ -186,10 +206,14 @@ class SimplicialLayer(MechanismLayer):
             # the gate has a gradient, zero
             return outputs if gate is None else (outputs[0] + 0.0 * gate.sum(), outputs[1])
         plain = original(score, value, options, backend=backend, weights=weights)
-        mixed: Any = (None if a is None else a + share * (b - a) for a, b in zip(plain, outputs, strict=True))
+        mixed: Any = (
+            None if a is None else a + share * (b - a) for a, b in zip(plain, outputs, strict=True)
+        )
         return tuple(mixed)
 
-    def share(self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def share(
+        self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
         """How much of three-way attention every output has, [B|1, H, N, 1]; None for all of it."""
         mask, w1, gated = self.head_mask(call), self.windows.first, None
         if gate is not None and self.rank < self.width:
@@ -205,7 +229,9 @@ class SimplicialLayer(MechanismLayer):
             share = share * mask.to(dtype)[:, None]
         return share[..., None]
 
-    def features(self, query: Tensor, key: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def features(
+        self, query: Tensor, key: Tensor, p: dict[str, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """q, k and k2 after the tensor's maps."""
         key2 = 1 + key @ p["key_map"].mT
         if self.config.tensor == "distmult":
@@ -250,7 +276,11 @@ def cut_rows(call: HostCall, start: int | Tensor, window: int, grows: bool = Fal
         if tokens is not None:  # windows count tokens, no padding
             i, low, high = count_tokens(tokens, low, high)
     else:
-        low, high, seen = torch.zeros_like(i), torch.full_like(i, m - 1), torch.ones_like(i, dtype=torch.bool)
+        low, high, seen = (
+            torch.zeros_like(i),
+            torch.full_like(i, m - 1),
+            torch.ones_like(i, dtype=torch.bool),
+        )
         if options.is_causal:
             high = i
         if options.window is not None:
@@ -278,7 +308,9 @@ def count_tokens(tokens: RealTokens, low: Tensor, high: Tensor) -> tuple[Tensor,
 
 def from_key(options: Options, first: int, offset: int) -> Options:
     """Options for the keys from `first` on, of which `offset` is the first query's own."""
-    mask, bias = (t if t is None or t.shape[-1] == 1 else t[..., first:] for t in (options.mask, options.bias))
+    mask, bias = (
+        t if t is None or t.shape[-1] == 1 else t[..., first:] for t in (options.mask, options.bias)
+    )
     return replace(options, mask=mask, bias=bias, offset=offset)
 
 

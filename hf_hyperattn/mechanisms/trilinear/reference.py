@@ -101,8 +101,12 @@ def added(
         like: gives dtype.
         masks: of these queries and keys, bool or additive, [..., R|1, C|1].
     """
-    own_window = Options(is_causal=back and window is not None, window=window, offset=options.offset)
-    total = torch.zeros(torch.broadcast_shapes(i.shape, j.shape), dtype=like.dtype, device=like.device)
+    own_window = Options(
+        is_causal=back and window is not None, window=window, offset=options.offset
+    )
+    total = torch.zeros(
+        torch.broadcast_shapes(i.shape, j.shape), dtype=like.dtype, device=like.device
+    )
     for visible in (visible_pairs(options, i, j), visible_pairs(own_window, i, j)):
         if visible is not None:
             total.masked_fill_(~visible, float("-inf"))

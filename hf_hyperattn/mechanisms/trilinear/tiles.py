@@ -72,7 +72,9 @@ class SimplicialCall:
             for h in range(kv_heads):
                 for i in range(0, n, size):
                     block = Block(self, b, h, range(i, min(i + size, n)))
-                    chunks = [Chunk(block, part, index + at) for at, part in enumerate(block.parts())]
+                    chunks = [
+                        Chunk(block, part, index + at) for at, part in enumerate(block.parts())
+                    ]
                     index += len(chunks)
                     yield block, chunks
 
@@ -154,7 +156,9 @@ class Chunk:
                 mask = mask.expand(-1, rows, -1).gather(2, inside.expand(len(mask), rows, -1))
         w, back, like = call.windows.second, call.windows.back, call.tensors.query
         second = added(call.options, w, back, block.i, keys, like, keys == inside, mask)
-        self.second = second.expand(mask.shape[0] if mask is not None else 1, len(block.rows), -1)  # [G|1, R, C]
+        self.second = second.expand(
+            mask.shape[0] if mask is not None else 1, len(block.rows), -1
+        )  # [G|1, R, C]
 
     def views(self, t: SimplicialTensors) -> dict[str, Tensor]:
         """What the chunk reads of the tensors, or where its gradients go: query [G, R, d]; key and value [J, d] of the
@@ -174,7 +178,11 @@ class Chunk:
         """The keys k of each query, [R|1, C, d], of those in the span."""
         if not self.block.sliding:
             return t[None]
-        return pad(t, (0, 0, self.low - self.start, self.stop - self.high)).unfold(0, len(self.part), 1).mT
+        return (
+            pad(t, (0, 0, self.low - self.start, self.stop - self.high))
+            .unfold(0, len(self.part), 1)
+            .mT
+        )
 
     def logits(self, views: dict[str, Tensor]) -> Tensor:
         """(q_i ∘ k2_k)·k_j with the cap, and all that is added for j, [G, R, C, J]."""
@@ -201,8 +209,12 @@ class Chunk:
         p = self.block.call.options.dropout_p
         if not p:
             return weights
-        generator = torch.Generator(weights.device).manual_seed((self.block.call.seed + self.index) % 2**63)
-        return weights * weights.new_empty(weights.shape).bernoulli_(1 - p, generator=generator).div_(1 - p)
+        generator = torch.Generator(weights.device).manual_seed(
+            (self.block.call.seed + self.index) % 2**63
+        )
+        return weights * weights.new_empty(weights.shape).bernoulli_(
+            1 - p, generator=generator
+        ).div_(1 - p)
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -222,7 +234,9 @@ def forward(block: Block, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
     for chunk in chunks:
         views = chunk.views(t)
         logits = chunk.logits(views)
-        highest = logits.amax(-1) if logits.shape[-1] else torch.full_like(logits.sum(-1), float("-inf"))
+        highest = (
+            logits.amax(-1) if logits.shape[-1] else torch.full_like(logits.sum(-1), float("-inf"))
+        )
         if t.sinks is not None:
             highest = torch.maximum(highest, views["sinks"][:, None, None])
         new = torch.maximum(top, (highest + chunk.second).amax(-1))
@@ -233,7 +247,9 @@ def forward(block: Block, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
     return out / sums[..., None], torch.stack([top, sums])
 
 
-def backward(chunk: Chunk, grads: SimplicialTensors, grad: Tensor, delta: Tensor, top: Tensor) -> None:
+def backward(
+    chunk: Chunk, grads: SimplicialTensors, grad: Tensor, delta: Tensor, top: Tensor
+) -> None:
     """Add a chunk's share to all gradients.
 
     With top and delta held fixed, they are those of the chunk's grad · Σ E (v ∘ v2) - delta · Σ E, E = exp(L - top).

@@ -14,7 +14,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "publishing.md"
 
 def main() -> None:
     tiny_llama().push_to_hub("tester/SmolLM2-135M-base")
-    page = PAGE.read_text(encoding="utf-8").replace("HuggingFaceTB/SmolLM2-135M", "tester/SmolLM2-135M-base")
+    page = PAGE.read_text(encoding="utf-8").replace(
+        "HuggingFaceTB/SmolLM2-135M", "tester/SmolLM2-135M-base"
+    )
     blocks = re.findall(r"```python\n(.*?)```", page.replace("your-name/", "tester/"), re.S)
     WORK.mkdir(parents=True, exist_ok=True)
     os.chdir(WORK)
@@ -23,7 +25,10 @@ def main() -> None:
         for block in blocks:
             exec(compile(block, str(PAGE), "exec"), names)
     card = ModelCard.load(WORK / "out" / "README.md")
-    repos = [f"tester/{name}" for name in ("SmolLM2-135M-cone", "SmolLM2-135M-cone-lora", "cone-last-third")]
+    repos = [
+        f"tester/{name}"
+        for name in ("SmolLM2-135M-cone", "SmolLM2-135M-cone-lora", "cone-last-third")
+    ]
     report({
         "blocks": len(blocks),
         "said": said.getvalue(),

@@ -38,7 +38,9 @@ def models() -> dict:
     model.config.hyperattn = SPEC | {"mode": "replace"}
     model.push_to_hub("tester/hooked", tags=["extra"])
     facts["refreshed"] = remote_text("tester/hooked")
-    HfApi().upload_file(path_or_fileobj=io.BytesIO(OWN.encode()), path_in_repo="README.md", repo_id="tester/hooked")
+    HfApi().upload_file(
+        path_or_fileobj=io.BytesIO(OWN.encode()), path_in_repo="README.md", repo_id="tester/hooked"
+    )
     model.model.norm.weight.data.mul_(2)
     model.push_to_hub("tester/hooked")
     facts["own_remote"] = remote_text("tester/hooked")
@@ -69,7 +71,9 @@ def directories() -> dict:
 
 def adapters() -> dict:
     """A LoRA adapter whose base says it is patched: pushed, and saved to disk over PEFT's own placeholder."""
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["norm"]
+    )
     model = get_peft_model(patched(), config)
     model.push_to_hub("tester/adapter")
     place = WORK / "adapter"

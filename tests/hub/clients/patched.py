@@ -40,10 +40,16 @@ def models(model) -> dict:
     again = load(REPO)
     again.push_to_hub("tester/patched-again")
     names = ("tester/patched-private", "tester/patched-shards", "tester/patched-again")
-    shards = [name for name in state("tester/patched-shards")["files"] if name.endswith(".safetensors")]
+    shards = [
+        name for name in state("tester/patched-shards")["files"] if name.endswith(".safetensors")
+    ]
     body = gap_bodies(model, AutoModel.from_pretrained(REPO))
     return {
-        "gaps": {REPO: gap(model, again), **{name: gap(model, load(name)) for name in names}, "bare": body},
+        "gaps": {
+            REPO: gap(model, again),
+            **{name: gap(model, load(name)) for name in names},
+            "bare": body,
+        },
         "private": state("tester/patched-private")["private"],
         "files": sorted(state(REPO)["files"]),
         "shards": len(shards),
@@ -71,7 +77,9 @@ def gap_bodies(model, bare) -> float:
 def adapters() -> dict:
     """LoRA beside the added parameters, on a patched base from the Hub; only the adapter is pushed."""
     base = load(REPO)
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["hyper"])
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["hyper"]
+    )
     model = get_peft_model(base, config)
     stir(model)
     for name, parameter in model.named_parameters():
@@ -116,9 +124,13 @@ def faults(model) -> dict:
     arm("commit", REPO)
     facts["dropped"] = refused(lambda: model.push_to_hub(REPO))
     facts["wrong_token"] = refused(lambda: model.push_to_hub(REPO, token=WRONG_TOKEN))
-    facts["wrong_token_new"] = refused(lambda: model.push_to_hub("tester/patched-never", token=WRONG_TOKEN))
+    facts["wrong_token_new"] = refused(
+        lambda: model.push_to_hub("tester/patched-never", token=WRONG_TOKEN)
+    )
     config = ha.HyperAttnConfig([ha.ConeConfig()])
-    facts["wrong_token_config"] = refused(lambda: config.push_to_hub("tester/patched-never", token=WRONG_TOKEN))
+    facts["wrong_token_config"] = refused(
+        lambda: config.push_to_hub("tester/patched-never", token=WRONG_TOKEN)
+    )
     facts |= {"unchanged": state(REPO) == before, "never": state("tester/patched-never")}
     model.load_state_dict(kept)
     return facts | {"gap_after_faults": gap(model, load(REPO, force_download=True))}
@@ -145,7 +157,11 @@ def commands(model) -> dict:
     model.save_pretrained(place)
     tried = [hyperattn_cli.main(["push", str(place), repo, "--private"])]
     files, back, card = state(repo)["files"], gap(model, load(repo)), remote_text(repo)
-    HfApi().upload_file(path_or_fileobj=b"---\nlicense: mit\n---\n# Theirs\n", path_in_repo="README.md", repo_id=repo)
+    HfApi().upload_file(
+        path_or_fileobj=b"---\nlicense: mit\n---\n# Theirs\n",
+        path_in_repo="README.md",
+        repo_id=repo,
+    )
     tried += [
         hyperattn_cli.main(["push", str(place), repo]),
         hyperattn_cli.main(["push", str(place), REPO, "--private"]),

@@ -15,7 +15,11 @@ def pushes(model) -> dict:
     model.push_to_hub(REPO)
     model.push_to_hub("tester/hidden", private=True)
     facts = {"gap": gap(model, load(REPO)), "private_gap": gap(model, load("tester/hidden"))}
-    facts |= {"plain": state(REPO), "hidden": state("tester/hidden"), "whoami": HfApi().whoami()["name"]}
+    facts |= {
+        "plain": state(REPO),
+        "hidden": state("tester/hidden"),
+        "whoami": HfApi().whoami()["name"],
+    }
     model.push_to_hub(REPO)
     facts["after_same_push"] = state(REPO)
     model.push_to_hub(REPO, revision="trial", commit_message="on a branch")
@@ -44,7 +48,10 @@ def faults(model) -> dict:
     before = state(REPO)
     model.model.norm.weight.data.mul_(2)
     arm("commit", REPO)
-    facts = {"dropped_commit": refused(lambda: model.push_to_hub(REPO)), "unchanged": state(REPO) == before}
+    facts = {
+        "dropped_commit": refused(lambda: model.push_to_hub(REPO)),
+        "unchanged": state(REPO) == before,
+    }
     arm("commit-answer", REPO)
     facts["dropped_answer"] = refused(lambda: model.push_to_hub(REPO))
     facts["whole_after_lost_answer"] = gap(model, load(REPO, force_download=True))
@@ -60,7 +67,9 @@ def faults(model) -> dict:
     arm("download", "model.safetensors", times=1000)
     facts["dropped_download"] = refused(cut)
     arm("none")
-    return facts | {"cut_files": sorted(path.name for path in (WORK / "cut").iterdir() if path.is_file())}
+    return facts | {
+        "cut_files": sorted(path.name for path in (WORK / "cut").iterdir() if path.is_file())
+    }
 
 
 if __name__ == "__main__":

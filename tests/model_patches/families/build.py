@@ -13,7 +13,12 @@ from model_patches import FAMILIES, census
 TINY = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT = TINY | {"intermediate_size": 37, "max_position_embeddings": 64}
 PIXELS = {"image_size": 32, "patch_size": 8, "num_channels": 3}
-VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37} | PIXELS
+VIT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+} | PIXELS
 
 
 def build(architecture, config, **options):
@@ -24,7 +29,9 @@ def build(architecture, config, **options):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.6 * parameter[0].numel() ** -0.5 if "embed" not in name else 0.5)
+                parameter.normal_(
+                    0, 0.6 * parameter[0].numel() ** -0.5 if "embed" not in name else 0.5
+                )
             else:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     return model
@@ -34,7 +41,9 @@ def make(architecture, config, **options):
     """As `build`, by the names Transformers exports; skips the test if this Transformers needs no route for them."""
     config = getattr(transformers, config)
     if config.model_type in FAMILIES and census.state(config.model_type) == "routed":
-        pytest.skip(f"{config.model_type} calls the interface itself in Transformers {transformers.__version__}")
+        pytest.skip(
+            f"{config.model_type} calls the interface itself in Transformers {transformers.__version__}"
+        )
     return build(getattr(transformers, architecture), config, **options)
 
 
@@ -49,7 +58,11 @@ def padded(side, batch=2, length=11):
 
 
 def pixels(size=32, batch=2):
-    return {"pixel_values": torch.linspace(-1, 1, batch * 3 * size * size).reshape(batch, 3, size, size).sin()}
+    return {
+        "pixel_values": torch.linspace(-1, 1, batch * 3 * size * size)
+        .reshape(batch, 3, size, size)
+        .sin()
+    }
 
 
 def boxes(batch=2, length=11):

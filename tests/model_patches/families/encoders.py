@@ -4,7 +4,11 @@ from .build import BERT, make
 
 
 def _deberta_v2(**options):
-    options = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4} | options
+    options = {
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_buckets": 4,
+    } | options
     return make("DebertaV2ForMaskedLM", "DebertaV2Config", **BERT, **options)
 
 

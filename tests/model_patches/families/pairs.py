@@ -16,7 +16,11 @@ def _mvp(**options):
 
 def _tvp():
     backbone = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_channels=3, out_features=["stage2"]
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        num_channels=3,
+        out_features=["stage2"],
     )
     return make(
         "TvpModel", "TvpConfig", **BERT, backbone_config=backbone, max_img_size=64, num_frames=2,

@@ -13,7 +13,11 @@ _SAM = {
 
 def _table_transformer():
     backbone = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_channels=3, out_features=["stage2"]
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        num_channels=3,
+        out_features=["stage2"],
     )
     return make(
         "TableTransformerModel", "TableTransformerConfig",

@@ -22,7 +22,12 @@ from .up_down import UpDown
 
 
 def both(
-    query: Tensor, key: Tensor, value: Tensor, hierarchy: Hierarchy, scale: float | None = None, **rest
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hierarchy: Hierarchy,
+    scale: float | None = None,
+    **rest,
 ) -> Tensor:
     """The output of `both_with_root` alone."""
     return both_with_root(query, key, value, hierarchy, scale, **rest)[0]
@@ -97,7 +102,10 @@ def run(
 
 
 #: Who refuses second derivatives, and what has them.
-OWNER, INSTEAD = "hsa with tying='both'", "allowed: first derivatives, or tying='key' with backend='torch'"
+OWNER, INSTEAD = (
+    "hsa with tying='both'",
+    "allowed: first derivatives, or tying='key' with backend='torch'",
+)
 
 
 class _Both(torch.autograd.Function):
@@ -117,7 +125,12 @@ class _Both(torch.autograd.Function):
         with torch.no_grad():
             query, key, value, terms = ctx.up_down.back(grad_out, grad_root)
         gradients = refusing_second_derivatives(
-            [query, key, value, *terms], *ctx.saved_tensors, grad_out, grad_root, owner=OWNER, instead=INSTEAD
+            [query, key, value, *terms],
+            *ctx.saved_tensors,
+            grad_out,
+            grad_root,
+            owner=OWNER,
+            instead=INSTEAD,
         )
         return None, None, None, None, *gradients
 
@@ -134,7 +147,9 @@ def compiled(query, key, value, hierarchy, scale, keep_diagonal, position_bias, 
 def _pairs(query, key, named, sizes, numbers) -> float:
     if sizes is not None:
         return query[1] * sibling_pairs(query[2], sizes)
-    nodes, leaves = (sum(s[0] for name, s in named.items() if name.startswith(x)) for x in ("parents", "tokens"))
+    nodes, leaves = (
+        sum(s[0] for name, s in named.items() if name.startswith(x)) for x in ("parents", "tokens")
+    )
     return query[1] * nodes * nodes / (nodes - leaves)  # as if all families were of one size
 
 

@@ -34,7 +34,10 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
     """Trees with the tokens of their leaves; causal windows are continued until all of them are complete."""
     if not hierarchy.is_windows:
         return list(zip(hierarchy.trees, hierarchy.tokens, strict=True))
-    rows = (torch.arange(start, max(start, stop)) for start, stop in map(hierarchy.span, range(hierarchy.rows)))
+    rows = (
+        torch.arange(start, max(start, stop))
+        for start, stop in map(hierarchy.span, range(hierarchy.rows))
+    )
     made = []
     for tokens in rows:
         sizes = leave_out_whole_windows(hierarchy.sizes or (), len(tokens))
@@ -47,7 +50,9 @@ def leave_out_whole_windows(sizes: tuple[int, ...], length: int) -> tuple[int, .
     return tuple(size for size in sizes if size < length)
 
 
-def windows_over(tokens: Tensor, sizes: tuple[int, ...], length: int, continued: bool) -> tuple[Tree, Tensor]:
+def windows_over(
+    tokens: Tensor, sizes: tuple[int, ...], length: int, continued: bool
+) -> tuple[Tree, Tensor]:
     """The tree of windows over these tokens, and the token of every leaf.
 
     If the tree is continued until all windows are complete, leaves to come have the token `length`: no query sees them.
@@ -96,13 +101,19 @@ def attend(
         if call.place is not None:
             tree.count_from(call.place[rows.start or 0])
         tables = [repeat_heads(tree.means(t[rows]), heads) for t in (key, value)]
-        for start in reversed(range(0, n, step)):  # causal blocks grow, and growing ones fragment the heap: 0.6 GiB
+        for start in reversed(
+            range(0, n, step)
+        ):  # causal blocks grow, and growing ones fragment the heap: 0.6 GiB
             block = slice(start, min(start + step, n))
             inputs: Any = (query[rows, :, block], *tables, tree, call, rows, block)
             learning = torch.is_grad_enabled()
-            parts.append(checkpoint(_block, *inputs, use_reentrant=False) if learning else _block(*inputs))
+            parts.append(
+                checkpoint(_block, *inputs, use_reentrant=False) if learning else _block(*inputs)
+            )
     count = -(-n // step)  # blocks of a row
-    join = lambda parts: torch.cat([torch.cat(parts[i : i + count][::-1], 2) for i in range(0, len(parts), count)])
+    join = lambda parts: torch.cat(
+        [torch.cat(parts[i : i + count][::-1], 2) for i in range(0, len(parts), count)]
+    )
     out, lse, weights = zip(*parts, strict=True)
     return join(out), join(lse), join(weights) if call.weights else None
 
@@ -115,15 +126,24 @@ class KeyTree:
     """
 
     def __init__(self, tree: Tree, tokens: Tensor, keys: int, device):
-        self.leaves, self.blocks, self.keys, self.device = tree.leaves, tree.nodes - tree.leaves, keys, device
+        self.leaves, self.blocks, self.keys, self.device = (
+            tree.leaves,
+            tree.nodes - tree.leaves,
+            keys,
+            device,
+        )
         self.tokens, self.real = tokens.clamp_max(keys - 1).to(device), (tokens < keys).to(device)
         order = torch.arange(tree.nodes).roll(self.blocks)
-        place = lambda nodes: torch.where(nodes < tree.leaves, nodes + self.blocks, nodes - tree.leaves)
+        place = lambda nodes: torch.where(
+            nodes < tree.leaves, nodes + self.blocks, nodes - tree.leaves
+        )
         self.parents = place(tree.parents.clamp_min(0))[order].to(device)
         self.first, self.size = tree.first_leaf[order].to(device), tree.sizes[order].to(device)
         by_leaf = tree.first_leaf.argsort(stable=True)
         depth = tree.depth[by_leaf]
-        self.levels = [place(by_leaf[depth == d]).to(device) for d in range(1, int(depth.max()) + 1)]
+        self.levels = [
+            place(by_leaf[depth == d]).to(device) for d in range(1, int(depth.max()) + 1)
+        ]
         self.leaf_of = torch.full((keys + 1,), -1, dtype=torch.int)
         self.leaf_of[tokens.clamp_max(keys)] = torch.arange(tree.leaves, dtype=torch.int)
         self.leaf_of[keys] = -1
@@ -139,19 +159,25 @@ class KeyTree:
         count = int(there[-1]) + 1 if len(there) else 0
         short, nodes = copy(self), self.blocks + count
         short.leaves, short.tokens, short.real = count, self.tokens[:count], self.real[:count]
-        short.parents, short.first, short.size = (t[:nodes] for t in (self.parents, self.first, self.size))
+        short.parents, short.first, short.size = (
+            t[:nodes] for t in (self.parents, self.first, self.size)
+        )
         short.levels = [level[level < nodes] for level in self.levels]
         return short
 
     def leaves_of(self, first: int, last: int) -> Tensor:
         """int [R]: the leaf of each of these tokens, -1 for padding and beyond the keys."""
         place = torch.arange(first, last)
-        return self.leaf_of[torch.where((place >= 0) & (place < self.keys), place, self.keys)].to(self.device)
+        return self.leaf_of[torch.where((place >= 0) & (place < self.keys), place, self.keys)].to(
+            self.device
+        )
 
     def up(self, values: Tensor, how: str = "sum") -> Tensor:
         """[..., nodes] from [..., leaves]: each node gathers its leaves by "sum" or "amin"."""
         start = 0 if how == "sum" else torch.iinfo(values.dtype).max
-        gathered = torch.cat([values.new_full((*values.shape[:-1], self.blocks), start), values], -1)
+        gathered = torch.cat(
+            [values.new_full((*values.shape[:-1], self.blocks), start), values], -1
+        )
         for nodes in reversed(self.levels):
             if how == "sum":
                 gathered = gathered.index_add(-1, self.parents[nodes], gathered[..., nodes])
@@ -181,7 +207,9 @@ class KeyTree:
             beside = place[of_leaves == parent]
             right = torch.searchsorted(beside, place).clamp_max(len(beside) - 1)
             left = (right - 1).clamp_min(0)
-            distances.append(torch.minimum((beside[right] - place).abs(), (beside[left] - place).abs()))
+            distances.append(
+                torch.minimum((beside[right] - place).abs(), (beside[left] - place).abs())
+            )
         return self.up(torch.stack(distances), "amin")[which]
 
     def columns(self, t: Tensor, rows: slice, block: slice) -> Tensor:
@@ -191,7 +219,9 @@ class KeyTree:
         return t[..., self.tokens] if t.shape[3] > 1 else t
 
 
-def visible_pairs(options: Options, rows: slice, block: slice, tree: KeyTree, leaves: Tensor) -> Tensor:
+def visible_pairs(
+    options: Options, rows: slice, block: slice, tree: KeyTree, leaves: Tensor
+) -> Tensor:
     """Bool [B|1, H|1, R, leaves]: what the queries see."""
     seen = (tree.real & (leaves >= 0)[:, None])[None, None]
     by_place = position_mask(options, (block.start, block.stop), (0, tree.keys), tree.device)
@@ -203,14 +233,22 @@ def visible_pairs(options: Options, rows: slice, block: slice, tree: KeyTree, le
 
 
 def _block(
-    query: Tensor, key: Tensor, value: Tensor, tree: KeyTree, call: KeyTying, rows: slice, block: slice
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: KeyTree,
+    call: KeyTying,
+    rows: slice,
+    block: slice,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output, log-sum-exp and weights of one block of rows; keys and values are those of all nodes."""
     options, blocks, per_head = call.options, tree.blocks, lambda t: t[:, None, None]
     leaves = tree.leaves_of(block.start + options.offset, block.stop + options.offset)
     if options.is_causal:
         short = tree.upto(block.stop + options.offset)
-        tree = short if short.leaves else tree  # padding alone so far, of which nobody sees anything
+        tree = (
+            short if short.leaves else tree
+        )  # padding alone so far, of which nobody sees anything
         key, value = (t[..., : blocks + tree.leaves, :] for t in (key, value))
     seen = visible_pairs(options, rows, block, tree, leaves)
     logits = products(query, key)
@@ -223,7 +261,9 @@ def _block(
     attended = cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
     if call.block_bias is not None:
         logits[..., :blocks] += per_head(call.block_bias)
-        attended &= ~logits.detach().isneginf()  # a row of nothing else has no gradient, and not that of 0 · infinity
+        attended &= (
+            ~logits.detach().isneginf()
+        )  # a row of nothing else has no gradient, and not that of 0 · infinity
     logits = torch.where(attended, logits, -torch.inf)
     least = torch.finfo(logits.dtype).min
     lse = at_least(logits.logsumexp(-1, keepdim=True), least)
@@ -251,7 +291,9 @@ def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Key
     blocks, per_head = tree.blocks, lambda t: t[:, None, None]
     part = (tree.up(seen.int()) < tree.size)[..., :blocks]  # some of the block is hidden
     distance = tree.distance(leaves)[:, :blocks]
-    by_place = is_open(tree.first[:blocks], distance, distance, per_head(call.near), per_head(call.sinks))
+    by_place = is_open(
+        tree.first[:blocks], distance, distance, per_head(call.near), per_head(call.sinks)
+    )
     opened = (by_place | part).expand(scores.shape).clone()
     closed, refined = torch.zeros_like(opened), bool((call.top_k > 0).any())
     for level in tree.levels:
@@ -260,7 +302,11 @@ def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Key
         here = opened[..., nodes] & reached
         rest = reached & ~here
         if refined and len(nodes):
-            order = scores[..., nodes].masked_fill(~rest, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+            order = (
+                scores[..., nodes]
+                .masked_fill(~rest, -torch.inf)
+                .argsort(dim=-1, descending=True, stable=True)
+            )
             best = torch.arange(len(nodes), device=tree.device) < per_head(call.top_k)
             best = rest & torch.zeros_like(rest).scatter(-1, order, best.expand(order.shape))
             here, rest = here | best, rest & ~best

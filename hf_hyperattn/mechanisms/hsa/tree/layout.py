@@ -50,7 +50,11 @@ def layout_of(hierarchy: Hierarchy, batch: int, device) -> Layout:
     if key not in known:
         padded = hierarchy.starts is not None or hierarchy.stops is not None
         windows = hierarchy.is_windows and not padded
-        known[key] = WindowLayout(hierarchy, device) if windows else TreeLayout(hierarchy.materialised, batch, device)
+        known[key] = (
+            WindowLayout(hierarchy, device)
+            if windows
+            else TreeLayout(hierarchy.materialised, batch, device)
+        )
     return known[key]
 
 
@@ -106,7 +110,10 @@ class WindowLayout:
 
     def __init__(self, hierarchy: Hierarchy, device):
         tokens = self.length = hierarchy.length
-        widths = [1, *(s for s in hierarchy.sizes or () if s < tokens)]  # a window that holds everything is the root
+        widths = [
+            1,
+            *(s for s in hierarchy.sizes or () if s < tokens),
+        ]  # a window that holds everything is the root
         self.groups: list[Group] = []
         self.filled: list[int] = []  # nodes of every level, filling included
         for level, (width, above) in enumerate(zip(widths, (*widths[1:], None))):
@@ -117,7 +124,11 @@ class WindowLayout:
         self.filled.append(1)
 
     def _group(self, level: int, width: int, families: int, b: int, device) -> Group:
-        size = (self.length - torch.arange(families * b, device=device) * width).clamp(0, width).double()
+        size = (
+            (self.length - torch.arange(families * b, device=device) * width)
+            .clamp(0, width)
+            .double()
+        )
         size = size.view(1, 1, families, b)
         return Group(
             share=size / size.sum(-1, keepdim=True),
@@ -137,7 +148,10 @@ class WindowLayout:
 
     def buffer(self, leaves: Tensor) -> Buffer:
         zero = leaves.new_zeros(())
-        return [leaves, *(zero.expand(*leaves.shape[:2], n, *leaves.shape[3:]) for n in self.filled[1:])]
+        return [
+            leaves,
+            *(zero.expand(*leaves.shape[:2], n, *leaves.shape[3:]) for n in self.filled[1:]),
+        ]
 
     def blank(self, like: Tensor) -> Buffer:
         return self.buffer(like.new_zeros(()).expand(like.shape))
@@ -187,7 +201,9 @@ class TreeLayout:
         counts = torch.tensor([t.leaves for t in trees])
         self.rows = torch.arange(len(trees)).repeat_interleave(counts).to(device)
         self.every = self.one and len(self.tokens) == self.length
-        self.kind_names = tuple(dict.fromkeys(["", *(name for t in trees for name in t.kind_names)]))
+        self.kind_names = tuple(
+            dict.fromkeys(["", *(name for t in trees for name in t.kind_names)])
+        )
         self.leaf_count, self.nodes = len(self.tokens), sum(tree.nodes for tree in trees)
         self.groups = self._groups(trees, counts.cumsum(0) - counts, device)
 
@@ -198,7 +214,9 @@ class TreeLayout:
             for families in tree.families:
                 key = int(tree.height[families.parent[0]]), families.children.shape[1].bit_length()
                 steps.setdefault(key, []).append((number, families))
-        place = [first + torch.arange(t.nodes) for t, first in zip(trees, first_leaf)]  # inner nodes' comes below
+        place = [
+            first + torch.arange(t.nodes) for t, first in zip(trees, first_leaf)
+        ]  # inner nodes' comes below
         groups, start = [], self.leaf_count
         for key in sorted(steps):
             first = start
@@ -210,7 +228,9 @@ class TreeLayout:
         self._zero = torch.cat([self._roots, self._roots.new_tensor([self.nodes])])
         return groups
 
-    def _group(self, trees, entries: list[tuple[int, Families]], place, first: int, device) -> Group:
+    def _group(
+        self, trees, entries: list[tuple[int, Families]], place, first: int, device
+    ) -> Group:
         """One group from the families of several trees, filled up to a common width."""
         width = max(families.children.shape[1] for _, families in entries)
         places, sizes, inner, kinds = [], [], [], []
@@ -303,4 +323,6 @@ def _line(places: Tensor) -> Tensor | slice:
 
 def _all_equal(trees: Sequence[Tree], tokens: Sequence[Tensor]) -> bool:
     """Whether all rows have the very same tree over the same tokens."""
-    return all(t is trees[0] or t.same(trees[0]) for t in trees) and all(torch.equal(t, tokens[0]) for t in tokens)
+    return all(t is trees[0] or t.same(trees[0]) for t in trees) and all(
+        torch.equal(t, tokens[0]) for t in tokens
+    )

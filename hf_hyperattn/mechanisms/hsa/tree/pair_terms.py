@@ -50,7 +50,11 @@ class SiblingEmbeddings(nn.Module):
 
 
 def pair_terms(
-    layout: Layout, kv_heads: int, position_bias: Tensor | None, tables: Mapping[str, Tensor] | None, dtype
+    layout: Layout,
+    kv_heads: int,
+    position_bias: Tensor | None,
+    tables: Mapping[str, Tensor] | None,
+    dtype,
 ) -> Terms:
     """For every group None, or what is added to its mean logits, broadcastable to [R, K, F, b, G, b].
 
@@ -66,7 +70,9 @@ def pair_terms(
     if position_bias is not None:
         terms = list(pair_means(layout, position_bias.to(dtype)))
     for index, group in enumerate(layout.groups):
-        product = None if tables is None else sibling_products(group, layout.kind_names, tables, dtype)
+        product = (
+            None if tables is None else sibling_products(group, layout.kind_names, tables, dtype)
+        )
         if product is not None:
             term = terms[index]
             terms[index] = product if term is None else term + product
@@ -91,7 +97,10 @@ def pair_means(layout: Layout, pairs: Tensor) -> list[Tensor]:
     """
     rows, length = layout.apart, pairs.shape[-1]
     pairs = pairs.expand(-1, -1, length, -1)
-    real = layout.from_leaves(layout.to_leaves(pairs.new_ones(rows, 1, length, 1)))[:, :, None, :, 0] > 0
+    real = (
+        layout.from_leaves(layout.to_leaves(pairs.new_ones(rows, 1, length, 1)))[:, :, None, :, 0]
+        > 0
+    )
     pairs = pairs.masked_fill(~real, 0.0)
     pairs = pairs if rows == 1 else pairs.expand(rows, -1, -1, -1)
     members = torch.eye(length, dtype=pairs.dtype, device=pairs.device).expand(rows, 1, -1, -1)
@@ -110,7 +119,9 @@ def _pooled(layout: Layout, leaves: Tensor):
     return buffer
 
 
-def sibling_products(group: Group, kind_names, tables: Mapping[str, Tensor], dtype) -> Tensor | None:
+def sibling_products(
+    group: Group, kind_names, tables: Mapping[str, Tensor], dtype
+) -> Tensor | None:
     """e_B·e_C of a group, [1, H, F, b, b], 0 for B = C and in families of no kind; None if all are such."""
     total = None
     for number in group.kinds_present:

@@ -45,8 +45,15 @@ class UpDown:
         terms: added to the means of logits.
     """
 
-    def __init__(self, layout: Layout, scale: float, keep_diagonal: bool, query, key, value, terms: Terms):
-        self.layout, self.scale, self.keep_diagonal, self.terms = layout, scale, keep_diagonal, list(terms)
+    def __init__(
+        self, layout: Layout, scale: float, keep_diagonal: bool, query, key, value, terms: Terms
+    ):
+        self.layout, self.scale, self.keep_diagonal, self.terms = (
+            layout,
+            scale,
+            keep_diagonal,
+            list(terms),
+        )
         self.query, self.key, self.value = (layout.buffer(x) for x in (query, key, value))
         self.rho = layout.buffer(query.new_zeros(()).expand(query.shape[:4]))
         self.log_z = layout.blank(query[..., 0])
@@ -88,7 +95,11 @@ class UpDown:
 
     def _logits(self, group: Group, query, key, rho, term: Tensor | None, rows: slice) -> Tensor:
         """L of some rows, [R, K, F, r, G, b]; q̄ [R, K, F, r, G, d] and ρ [R, K, F, r, G] are theirs, k̄ all of them."""
-        L = (query.flatten(3, 4) @ key.transpose(-1, -2)).unflatten(3, query.shape[3:5]).mul_(self.scale)
+        L = (
+            (query.flatten(3, 4) @ key.transpose(-1, -2))
+            .unflatten(3, query.shape[3:5])
+            .mul_(self.scale)
+        )
         if term is not None:
             L += term if term.shape[3] == 1 else term[:, :, :, rows]
         on_diagonal, rho = diagonal(L, rows), rho.transpose(-1, -2)
@@ -97,7 +108,11 @@ class UpDown:
             return L
         value = rho
         if not group.all_fixed:
-            value = on_diagonal.clone() if self.keep_diagonal else torch.full_like(on_diagonal, float("-inf"))
+            value = (
+                on_diagonal.clone()
+                if self.keep_diagonal
+                else torch.full_like(on_diagonal, float("-inf"))
+            )
         if group.fixed is not None and not group.all_fixed:
             value = torch.where(group.fixed[:, :, :, None, rows], rho, value)
         if inner:
@@ -112,11 +127,15 @@ class UpDown:
         for group in reversed(layout.groups):
             above, p = layout.parents(a, group), layout.parents(self.p, group)
             m = layout.children(self.message, group)
-            layout.put_children(a, group, torch.addcmul(above[:, :, :, None], p.exp()[:, :, :, None, :, None], m))
+            layout.put_children(
+                a, group, torch.addcmul(above[:, :, :, None], p.exp()[:, :, :, None, :, None], m)
+            )
             if group.fixed is None:
                 continue
             log_z = layout.children(self.log_z, group)
-            inside = (layout.children(self.rho, group) - log_z).masked_fill(log_z.isneginf(), float("-inf"))
+            inside = (layout.children(self.rho, group) - log_z).masked_fill(
+                log_z.isneginf(), float("-inf")
+            )
             layout.put_children(self.p, group, p[:, :, :, None] + inside)
         return a
 
@@ -124,11 +143,15 @@ class UpDown:
         """Gradients of queries, keys, values and terms, from those of what `run` returns."""
         layout = self.layout
         self._deltas(grad_out)
-        buffers = [layout.blank(layout.leaves(x)) for x in (self.query, self.key, self.value, self.rho)]
+        buffers = [
+            layout.blank(layout.leaves(x)) for x in (self.query, self.key, self.value, self.rho)
+        ]
         layout.put_roots(buffers[3], grad_root.to(grad_out.dtype))
         grad_terms: list[Tensor | None] = []
         for group, term in zip(reversed(layout.groups), reversed(self.terms), strict=True):
-            *grads, g_rho, g_term = self._family_back(group, layout.parents(buffers[3], group), term)
+            *grads, g_rho, g_term = self._family_back(
+                group, layout.parents(buffers[3], group), term
+            )
             grad_terms.append(g_term)
             share = group.share.to(grad_out.dtype)
             for buffer, x in zip(buffers, grads):
@@ -157,7 +180,9 @@ class UpDown:
     def _family_back(self, group: Group, g_rho_above: Tensor, term: Tensor | None):
         """Gradients of the children's q̄, k̄, v̄, ρ from their own family, and of its term."""
         children = lambda buffer: self.layout.children(buffer, group)
-        q, k, v, rho, log_z = map(children, (self.query, self.key, self.value, self.rho, self.log_z))
+        q, k, v, rho, log_z = map(
+            children, (self.query, self.key, self.value, self.rho, self.log_z)
+        )
         log_z = log_z.masked_fill(log_z.isneginf(), 0.0)
         g_m = children(self.g_a) * self.layout.parents(self.p, group).exp()[:, :, :, None, :, None]
         pull = children(self.t) - group.share.to(q.dtype)[..., None] * g_rho_above[:, :, :, None]
@@ -166,7 +191,11 @@ class UpDown:
         g_term = None if term is None else torch.zeros_like(term)
         for rows in row_blocks(group, q):
             pick = lambda x, rows=rows: x[:, :, :, rows]
-            W = self._logits(group, pick(q), k, pick(rho), term, rows).sub_(pick(log_z)[..., None]).exp_()
+            W = (
+                self._logits(group, pick(q), k, pick(rho), term, rows)
+                .sub_(pick(log_z)[..., None])
+                .exp_()
+            )
             g = (pick(g_m).flatten(3, 4) @ v.transpose(-1, -2)).unflatten(3, W.shape[3:5])
             inside = diagonal(W, rows).transpose(-1, -2).clone()
             g_L = g.sub_(pick(pull)[..., None]).mul_(W)

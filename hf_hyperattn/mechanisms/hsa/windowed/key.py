@@ -98,7 +98,9 @@ def key_tied(
     }
     obstacle = next((name for name, there in obstacles.items() if there), None)
     if backend == "native" and obstacle is not None:
-        raise ValueError(f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'")
+        raise ValueError(
+            f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'"
+        )
     readable = can_read(query)
     serves = readable and _serves(query, backend)
     if len({t.dtype for t in (query, key, value)}) > 1 or not native.reads(query):
@@ -108,8 +110,12 @@ def key_tied(
         return _operator(query, key, value, hierarchy, *rest), None
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
-    options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
-    out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights, place)
+    options = Options(
+        four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p
+    )
+    out, _, shares = _by_torch(
+        query * scale, key, value, hierarchy, counts, block_bias, options, weights, place
+    )
     return out, shares
 
 
@@ -141,7 +147,10 @@ def has_chains(hierarchy: Hierarchy) -> bool:
     for start, stop in map(hierarchy.span, range(hierarchy.rows)):
         blocks = [-(-(stop - start) // width) for width in widths]
         pairs = zip(widths, widths[1:], blocks, blocks[1:])
-        if any(many > 1 and (many - 1) * (large // small) == few - 1 for small, large, few, many in pairs):
+        if any(
+            many > 1 and (many - 1) * (large // small) == few - 1
+            for small, large, few, many in pairs
+        ):
             return True
     return False
 
@@ -176,7 +185,9 @@ def attend_levels(
     if _serves(query, backend):
         arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)
         return native.forward(query, *arguments)
-    hierarchy = Hierarchy(key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops)
+    hierarchy = Hierarchy(
+        key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops
+    )
     options = Options(is_causal=is_causal, offset=offset, sinks=sink_logit)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options)[:2]
@@ -193,7 +204,9 @@ def _serves(query: Tensor, backend: str) -> bool:
     return serves
 
 
-def _kernel_call(levels: Levels, counts, block_bias, sink_logit, is_causal: bool, offset: int, scale: float) -> tuple:
+def _kernel_call(
+    levels: Levels, counts, block_bias, sink_logit, is_causal: bool, offset: int, scale: float
+) -> tuple:
     """What `native.forward` takes after the query."""
     batch, length = len(levels.keys[0]), levels.keys[0].shape[2]
     length, held = levels.held or (length, ((0, 0),) * len(levels.keys))
@@ -208,10 +221,17 @@ def _operator(
     is_causal: bool, offset: int, scale: float, backend: str,
 ) -> Tensor:  # fmt: skip
     """The output, as one operator that pools keys and values itself; arguments as in `attend_levels`."""
-    extras = {"block_bias": block_bias, "sink_logit": sink_logit, "starts": hierarchy.starts, "stops": hierarchy.stops}
+    extras = {
+        "block_bias": block_bias,
+        "sink_logit": sink_logit,
+        "starts": hierarchy.starts,
+        "stops": hierarchy.stops,
+    }
     named = [(name, t) for name, t in extras.items() if t is not None]
     numbers = [BACKENDS.index(backend), is_causal, offset, *near, *sinks, *top_k]
-    return operator.call("windowed", [query, key, value], named, list(hierarchy.sizes or ()), numbers, scale)[0]
+    return operator.call(
+        "windowed", [query, key, value], named, list(hierarchy.sizes or ()), numbers, scale
+    )[0]
 
 
 def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor, Levels, Any, str]:
@@ -222,7 +242,14 @@ def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor
     levels = pool(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
     if native.reads(query):  # tokens as they came
         levels = replace(levels, keys=(key, *levels.keys[1:]), values=(value, *levels.values[1:]))
-    rule = (*counts, extras.get("block_bias"), extras.get("sink_logit"), bool(is_causal), offset, scale)
+    rule = (
+        *counts,
+        extras.get("block_bias"),
+        extras.get("sink_logit"),
+        bool(is_causal),
+        offset,
+        scale,
+    )
     return query, levels, rule, BACKENDS[backend]
 
 
@@ -230,7 +257,8 @@ def _pairs(query, key, named, sizes, numbers) -> float:
     _, is_causal, _, *counts = numbers
     rules: Any = zip(*(counts[i * query[1] : (i + 1) * query[1]] for i in range(3)))
     return sum(
-        pairs_of_queries(query[2], key[2], sizes, near, sinks, top_k, is_causal) for near, sinks, top_k in rules
+        pairs_of_queries(query[2], key[2], sizes, near, sinks, top_k, is_causal)
+        for near, sinks, top_k in rules
     )
 
 
@@ -263,7 +291,9 @@ def per_head(value: PerHead, heads: int) -> list[int]:
     return value * heads if len(value) == 1 else value
 
 
-def per_head_tensor(value: float | Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+def per_head_tensor(
+    value: float | Tensor | None, like: Tensor, dtype: torch.dtype
+) -> Tensor | None:
     """One number per head of the query `like`, as a tensor [H] of this dtype."""
     if value is None:
         return None

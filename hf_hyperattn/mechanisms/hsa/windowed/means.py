@@ -61,7 +61,9 @@ def pool(
     return Levels(tuple(sizes), keys, values, starts, stops)
 
 
-def unpool(tables: Sequence[Tensor], sizes: Sequence[int], starts: list[int], stops: list[int]) -> Tensor:
+def unpool(
+    tables: Sequence[Tensor], sizes: Sequence[int], starts: list[int], stops: list[int]
+) -> Tensor:
     """Gradients of tokens [B, H, M, e], from those of tokens and means."""
     tokens, counts, above = tables[0], torch.tensor(stops) - torch.tensor(starts), None
     for level in range(len(sizes), 0, -1):
@@ -75,11 +77,15 @@ def unpool(tables: Sequence[Tensor], sizes: Sequence[int], starts: list[int], st
     if above is not None:
         for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             children = min(sizes[0], tokens.shape[2])
-            tokens[row, :, start:stop] += above[row].repeat_interleave(children, 1)[:, : stop - start]
+            tokens[row, :, start:stop] += above[row].repeat_interleave(children, 1)[
+                :, : stop - start
+            ]
     return tokens
 
 
-def span_lists(batch: int, length: int, starts: Tensor | None, stops: Tensor | None) -> tuple[list[int], list[int]]:
+def span_lists(
+    batch: int, length: int, starts: Tensor | None, stops: Tensor | None
+) -> tuple[list[int], list[int]]:
     """First real token of every row, and one past the last."""
     first = [0] * batch if starts is None else starts.tolist()
     last = [length] * batch if stops is None else [min(stop, length) for stop in stops.tolist()]

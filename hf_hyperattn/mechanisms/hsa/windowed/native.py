@@ -102,7 +102,9 @@ def call_of(
     return call, [extras, arrays, tables]
 
 
-def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest) -> tuple[Tensor, Tensor]:
+def forward(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest
+) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N].
 
     Args:
@@ -117,7 +119,11 @@ def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *re
     if query.dtype != keys[0].dtype:
         query = query.float()
     width = values[0].shape[-1]
-    query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
+    query, keys, values = (
+        whole_vectors(query),
+        [*map(whole_vectors, keys)],
+        [*map(whole_vectors, values)],
+    )
     out = query.new_empty(*query.shape[:3], values[0].shape[-1], dtype=torch.float32)
     lse = out.new_empty(query.shape[:3])
     call, alive = call_of(query, keys, values, out, lse, *rest)
@@ -141,15 +147,26 @@ def backward(
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
     """Gradients of query, keys, values, block bias [H] and sink [H] (0 where there is none)."""
     width, value_width = query.shape[-1], values[0].shape[-1]
-    query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
-    grad, out, lse = whole_vectors(grad).contiguous(), whole_vectors(out).contiguous(), lse.contiguous()
+    query, keys, values = (
+        whole_vectors(query),
+        [*map(whole_vectors, keys)],
+        [*map(whole_vectors, values)],
+    )
+    grad, out, lse = (
+        whole_vectors(grad).contiguous(),
+        whole_vectors(out).contiguous(),
+        lse.contiguous(),
+    )
     call, alive = call_of(query, keys, values, out, lse, *rest)
     zeros = lambda t: query.new_zeros(t.shape)
     g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
     heads = query.new_zeros(2, *query.shape[:2])
     tables = [pointers(g_keys), pointers(g_values), longs([t.shape[2] for t in keys])]
     gradients = KernelGradients(
-        grad.data_ptr(), g_query.data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
+        grad.data_ptr(),
+        g_query.data_ptr(),
+        *map(ctypes.addressof, tables),
+        *(h.data_ptr() for h in heads),
     )
     library.core().hyper_windows_backward(ctypes.byref(call), ctypes.byref(gradients))
     del alive

@@ -27,7 +27,9 @@ class Clusters(SelectingRule):
 
     near: int = option(64, "so many tokens up to the query itself are seen", least=1)
     sinks: int = option(4, "so many first tokens of the text are seen", least=0)
-    segment: int = option(512, "tokens whose keys are put into clusters together, once they are all there", least=1)
+    segment: int = option(
+        512, "tokens whose keys are put into clusters together, once they are all there", least=1
+    )
     size: int = option(16, "tokens of a cluster, on average; a divisor of segment", least=1)
     top: int = option(16, "so many clusters are opened", least=0)
     rounds: int = option(4, "rounds of k-means", least=0, most=10_000)
@@ -50,7 +52,13 @@ class Clusters(SelectingRule):
         opening = torch.minimum(own, (places - self.near + 1).clamp_min(0))
         start = places // self.chunk * self.chunk
         clusters = self.segments_before(start, self.near) * per_segment
-        seen = places - opening + 1 + opening.clamp_max(self.sinks) + clusters.clamp_max(self.top) * self.size
+        seen = (
+            places
+            - opening
+            + 1
+            + opening.clamp_max(self.sinks)
+            + clusters.clamp_max(self.top) * self.size
+        )
         built = torch.zeros(length, dtype=torch.float64)
         built[self.segment - 1 :: self.segment] = (self.rounds + 1) * self.segment * per_segment
         scored = clusters.where(clusters > self.top, 0).double() / self.chunk
@@ -63,7 +71,10 @@ class Clusters(SelectingRule):
 
     def visible(self, call: RuleCall) -> Tensor:
         """[B, H, N, M]."""
-        chunks, segments = chunks_of(call, self.chunk, self.query), call.key.shape[2] // self.segment
+        chunks, segments = (
+            chunks_of(call, self.chunk, self.query),
+            call.key.shape[2] // self.segment,
+        )
         own = chunks.start // self.segment * self.segment
         seen = (call.tokens >= chunks.spread(own)) | (call.tokens > call.places - self.near)
         seen = seen | (call.tokens < self.sinks)
@@ -72,13 +83,21 @@ class Clusters(SelectingRule):
         keys = call.key[:, :, : segments * self.segment].unflatten(2, (segments, self.segment))
         label, means, count = k_means(keys, self.segment // self.size, self.rounds)
         number = torch.arange(segments, device=keys.device).repeat_interleave(means.shape[3])
-        candidates = (number < self.segments_before(chunks.start, self.near)) & (count.flatten(2)[:, :, None] > 0)
+        candidates = (number < self.segments_before(chunks.start, self.near)) & (
+            count.flatten(2)[:, :, None] > 0
+        )
         if call.window is not None:
-            candidates = candidates & (number * self.segment >= chunks.start + self.chunk - call.window)
+            candidates = candidates & (
+                number * self.segment >= chunks.start + self.chunk - call.window
+            )
         chunks.check(call, candidates.any(1, keepdim=True))
-        score = call.scale * chunks.query @ means.flatten(2, 3).mT + count.flatten(2).log()[:, :, None]
+        score = (
+            call.scale * chunks.query @ means.flatten(2, 3).mT + count.flatten(2).log()[:, :, None]
+        )
         chosen = chunks.spread(best(score, candidates, self.top))
-        cluster = (label + torch.arange(segments, device=keys.device)[:, None] * means.shape[3]).flatten(2)
+        cluster = (
+            label + torch.arange(segments, device=keys.device)[:, None] * means.shape[3]
+        ).flatten(2)
         opened = chosen.gather(3, cluster[:, :, None].expand(-1, -1, chosen.shape[2], -1))
         rest = opened.new_zeros(*opened.shape[:3], call.key.shape[2] - opened.shape[3])
         return torch.cat([opened, rest], 3) | seen
@@ -102,5 +121,7 @@ def k_means(keys: Tensor, clusters: int, rounds: int) -> tuple[Tensor, Tensor, T
         label = (means.square().sum(-1)[..., None, :] - 2 * keys @ means.mT).argmin(-1)
         member = one_hot(label, clusters).to(keys.dtype)
         count = member.sum(3)
-        means = torch.where(count[..., None] > 0, member.mT @ keys / count.clamp_min(1)[..., None], means)
+        means = torch.where(
+            count[..., None] > 0, member.mT @ keys / count.clamp_min(1)[..., None], means
+        )
     return label, means, count

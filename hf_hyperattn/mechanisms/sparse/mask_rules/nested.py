@@ -13,7 +13,16 @@ from ....hierarchy.windows import checked_sizes
 from ...hsa.open_blocks import is_open
 from ..pages import Summary, scores_of
 from ..rules import RuleCall, share_of, sparse_rule
-from ..selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SMALL, SelectingRule, Selector, best, chunks_of
+from ..selection import (
+    CHUNK_HELP,
+    QUERY_HELP,
+    SELECTORS,
+    SMALL,
+    SelectingRule,
+    Selector,
+    best,
+    chunks_of,
+)
 
 
 @sparse_rule("nested_windows")
@@ -28,11 +37,15 @@ class NestedWindows(SelectingRule):
     windows. With query="own" and summary="mean" that is HSA with tying="key" and block_bias=-inf.
     """
 
-    windows: tuple[int, ...] = option((4, 16, 64), "tokens of the windows, smallest first, each dividing the next")
+    windows: tuple[int, ...] = option(
+        (4, 16, 64), "tokens of the windows, smallest first, each dividing the next"
+    )
     near: int = option(48, "windows less than so many tokens before are open", least=0)
     sinks: int = option(4, "windows of the first so many tokens are open", least=0)
     top: int = option(16, "so many more windows of every level are opened", least=0)
-    summary: Summary = option("mean", "what a window is scored by, as pages are", choices=get_args(Summary))
+    summary: Summary = option(
+        "mean", "what a window is scored by, as pages are", choices=get_args(Summary)
+    )
     query: Selector = option("own", QUERY_HELP, choices=SELECTORS)
     chunk: int = option(16, CHUNK_HELP, least=1)
 
@@ -72,7 +85,9 @@ class NestedWindows(SelectingRule):
     def is_open(self, start: Tensor, size: int, own: Tensor) -> Tensor:
         """Whether windows are open by where they stand, of chunks whose smallest windows begin at `own`."""
         before = own - (start + size - 1)
-        return is_open(start, before, before, self.near, self.sinks)  # what begins later is not chosen, either
+        return is_open(
+            start, before, before, self.near, self.sinks
+        )  # what begins later is not chosen, either
 
     def visible(self, call: RuleCall) -> Tensor:
         """[B, H, N, M]."""
@@ -83,7 +98,9 @@ class NestedWindows(SelectingRule):
             return torch.ones((), dtype=torch.bool, device=call.key.device)
         count = -(-length // windows[-1]) * windows[-1]
         key = torch.nn.functional.pad(call.key, (0, 0, 0, count - length))
-        is_open = torch.ones(1, dtype=torch.bool, device=key.device).expand(1, 1, 1, count // windows[-1])
+        is_open = torch.ones(1, dtype=torch.bool, device=key.device).expand(
+            1, 1, 1, count // windows[-1]
+        )
         for size, below in zip(reversed(windows), (*reversed(windows[:-1]), 1)):
             start = torch.arange(0, count, size, device=key.device)
             candidates = is_open & ~self.is_open(start, size, own)
@@ -92,5 +109,7 @@ class NestedWindows(SelectingRule):
             chunks.check(call, candidates.any(1, keepdim=True))
             score = scores_of(self.summary, chunks.query, key.unflatten(2, (-1, size)))
             opened = best(score, candidates, self.top)
-            is_open = ((is_open & self.is_open(start, size, own)) | opened).repeat_interleave(size // below, -1)
+            is_open = ((is_open & self.is_open(start, size, own)) | opened).repeat_interleave(
+                size // below, -1
+            )
         return chunks.spread(is_open)[..., :length]
