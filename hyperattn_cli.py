@@ -301,8 +301,13 @@ def _compare(add: Callable) -> None:
         metavar="FILE",
         help="UTF-8 texts to train on and to read",
     )
-    add("--mechanisms", type=recipes, required=True, metavar="NAMES",
-        help="mechanisms between commas; + puts two into one model; none, the control, is always there")  # fmt: skip
+    add(
+        "--mechanisms",
+        type=recipes,
+        required=True,
+        metavar="NAMES",
+        help="mechanisms between commas; + puts two into one model; none, the control, is always there",
+    )
     add(
         "--budget",
         type=duration,
@@ -321,14 +326,23 @@ def _compare(add: Callable) -> None:
         metavar="N",
         help="windows of --length that are read (default: 16)",
     )
-    add("--layers", default="last-third", metavar="WHICH",
-        help="layers that are trained: all, first-half, last-third, ... (default: last-third)")  # fmt: skip
+    add(
+        "--layers",
+        default="last-third",
+        metavar="WHICH",
+        help="layers that are trained: all, first-half, last-third, ... (default: last-third)",
+    )
     add("--rank", type=int, default=8, metavar="R", help="of LoRA in the control (default: 8)")
     add(
         "--rate", type=float, default=1e-3, metavar="X", help="LoRA's learning rate (default: 1e-3)"
     )
-    add("--added-rate", type=float, default=1e-2, metavar="X",
-        help="learning rate of what mechanisms add (default: 1e-2)")  # fmt: skip
+    add(
+        "--added-rate",
+        type=float,
+        default=1e-2,
+        metavar="X",
+        help="learning rate of what mechanisms add (default: 1e-2)",
+    )
     add(
         "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
     )
@@ -823,8 +837,12 @@ def _model(add: Callable) -> None:
         metavar="NAME",
         help="what to patch into a model that is not; several with +",
     )
-    add("--mode", choices=("blend", "replace"), default="blend",
-        help="of --mechanism: behind gates at 0, or in place of the dot product (default: blend)")  # fmt: skip
+    add(
+        "--mode",
+        choices=("blend", "replace"),
+        default="blend",
+        help="of --mechanism: behind gates at 0, or in place of the dot product (default: blend)",
+    )
     add(
         "--dtype",
         choices=DTYPES,

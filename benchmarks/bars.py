@@ -148,9 +148,15 @@ def smollm2(layers: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
-        num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
 
@@ -193,8 +199,12 @@ def model(args) -> Iterator[dict]:
             seconds = lowest(calls, args.seconds * len(calls), threads)
             for name in list(models)[1:]:
                 shape = f"{args.layers} layers batch {args.batch} {threads}t"
-                yield {"what": f"{kind} {name} {shape}", "ratio": seconds[name] / seconds["stock"],
-                       "sdpa": seconds["stock"], "way": seconds[name]}  # fmt: skip
+                yield {
+                    "what": f"{kind} {name} {shape}",
+                    "ratio": seconds[name] / seconds["stock"],
+                    "sdpa": seconds["stock"],
+                    "way": seconds[name],
+                }
 
 
 def tokens(args, length: int) -> torch.Tensor:
@@ -269,8 +279,10 @@ def peak(args) -> Iterator[dict]:
                 "peak": partial(multiply, count),
                 "sdpa": call(case, base(case), tensors),
                 "way": call(case, run, tensors),
-            }, args.seconds, 1,
-        )  # fmt: skip
+            },
+            args.seconds,
+            1,
+        )
         products = (
             4 * width * case.pairs * (0.5 if causal else 1.0) * (3.5 if kind == "training" else 1.0)
         )

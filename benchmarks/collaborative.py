@@ -34,8 +34,11 @@ def score_cost(args) -> list[dict]:
                     args, length, rank
                 )
             rows.append(row)
-            print(f"length {length:5d}  rank {rank:3d} of {row['of']}  {row['median']:5.2f} x SDPA "
-                  f"({row['low']:.2f} to {row['high']:.2f})  error {row['error']:.1e}", flush=True)  # fmt: skip
+            print(
+                f"length {length:5d}  rank {rank:3d} of {row['of']}  {row['median']:5.2f} x SDPA "
+                f"({row['low']:.2f} to {row['high']:.2f})  error {row['error']:.1e}",
+                flush=True,
+            )
     return rows
 
 
@@ -102,8 +105,11 @@ def against_tensorly(args) -> list[dict]:
             {"weights": source, "rank": rank, "steps": args.steps}
             | {"seconds": ours, "error": error, "tensorly_seconds": theirs, "tensorly_error": left}
         )
-        print(f"{source}, rank {rank}: a step {ours * 1e3:.0f} ms, tensorly {theirs * 1e3:.0f} ms; after {args.steps} "
-              f"steps error {error:.4f}, tensorly {left:.4f}", flush=True)  # fmt: skip
+        print(
+            f"{source}, rank {rank}: a step {ours * 1e3:.0f} ms, tensorly {theirs * 1e3:.0f} ms; after {args.steps} "
+            f"steps error {error:.4f}, tensorly {left:.4f}",
+            flush=True,
+        )
     return rows
 
 
@@ -124,8 +130,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     where = environment() | ({"tensorly": version("tensorly")} if find_spec("tensorly") else {})
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; batch {args.batch}, {args.heads} "
-          f"heads of {args.dim}, forward")  # fmt: skip
+    print(
+        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; batch {args.batch}, {args.heads} "
+        f"heads of {args.dim}, forward"
+    )
     result = {"score": score_cost(args), "decomposition": against_tensorly(args)}
     write_json(args.json, {"environment": where, "arguments": vars(args), **result})
 

@@ -37,8 +37,12 @@ def ratios(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, fl
     found = {}
     for name, times in seconds.items():
         each = [t / b for t, b in zip(times, seconds[base], strict=True)]
-        found[name] = {"median": statistics.median(each), "low": min(each), "high": max(each),
-                       "seconds": statistics.median(times)}  # fmt: skip
+        found[name] = {
+            "median": statistics.median(each),
+            "low": min(each),
+            "high": max(each),
+            "seconds": statistics.median(times),
+        }
     return found
 
 
@@ -54,8 +58,11 @@ def cpu() -> str:
     family and model and the widest instructions, or on AArch64 its implementer and part, stand behind.
     """
     told = cpuinfo()
-    about = [f"{what.removeprefix('cpu ').removeprefix('CPU ')} {told[what]}"
-             for what in ("cpu family", "model", "CPU implementer", "CPU part") if what in told]  # fmt: skip
+    about = [
+        f"{what.removeprefix('cpu ').removeprefix('CPU ')} {told[what]}"
+        for what in ("cpu family", "model", "CPU implementer", "CPU part")
+        if what in told
+    ]
     flags = told.get("flags", "").split()
     about += [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags][:1]
     return f"{chip()} ({', '.join(about)})" if about else chip()
@@ -102,8 +109,10 @@ def report(args: argparse.Namespace, dtype: str, what: str, measure: Callable) -
     """
     torch.set_num_threads(args.threads)
     where = environment()
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; {dtype}, 1 x {args.heads} heads, "
-          f"d {args.dim}, {what}")  # fmt: skip
+    print(
+        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; {dtype}, 1 x {args.heads} heads, "
+        f"d {args.dim}, {what}"
+    )
     print(
         f"{'length':>7} {'what':15} {'kind':17} {'x SDPA':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} {'error':>8}"
     )
@@ -111,8 +120,11 @@ def report(args: argparse.Namespace, dtype: str, what: str, measure: Callable) -
     for length in args.lengths:
         for r in measure(length, args):
             found.append(r)
-            print(f"{r['length']:7d} {r['what']:15} {r['kind']:17} {r['median']:7.2f} {r['low']:6.2f} {r['high']:6.2f} "
-                  f"{r['seconds']:8.3f} {r['extra_mib']:6.0f} {r['error']:8.1e}", flush=True)  # fmt: skip
+            print(
+                f"{r['length']:7d} {r['what']:15} {r['kind']:17} {r['median']:7.2f} {r['low']:6.2f} {r['high']:6.2f} "
+                f"{r['seconds']:8.3f} {r['extra_mib']:6.0f} {r['error']:8.1e}",
+                flush=True,
+            )
     write_json(args.json, {"environment": where, "arguments": vars(args), "rows": found})
 
 

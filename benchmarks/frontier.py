@@ -97,8 +97,10 @@ class Work:
         if not todo or entry.get("none"):
             return True
         if cell.method == HEALED and not healed_folder(cell).is_dir():
-            print(f"{cell.key}: not healed yet; python benchmarks/healing.py --length {cell.length} --budget "
-                  f"{cell.budget:g} does it")  # fmt: skip
+            print(
+                f"{cell.key}: not healed yet; python benchmarks/healing.py --length {cell.length} --budget "
+                f"{cell.budget:g} does it"
+            )
             return False
         if cell.method == HEALED and entry.get("adapter") != adapter_of(
             cell
@@ -247,8 +249,10 @@ def plan(result: dict, wanted: Sequence[Cell]) -> None:
         passes = sum(cell.passes for cell in left)
         hours = (passes * seconds + (MEASURING[length] if len(left) > 1 else 0)) / 3600
         total += hours
-        print(f"{length:,} tokens: {len(left)} of {len(every)} cells, {passes} passes of {seconds:.0f} s, "
-              f"{hours:.1f} h with the measurement of the rules")  # fmt: skip
+        print(
+            f"{length:,} tokens: {len(left)} of {len(every)} cells, {passes} passes of {seconds:.0f} s, "
+            f"{hours:.1f} h with the measurement of the rules"
+        )
     print(f"{total:.1f} hours of one core")
 
 

@@ -99,8 +99,16 @@ def measure(length: int, given: dict[str, torch.nn.Module], args) -> list[dict]:
                 runs[name]()
             checked = kind == "forward" and length <= args.check_up_to
             wrong = error(name, given, ids, args.segment_length) if checked else None
-            rows.append({"length": length, "what": name, "kind": kind, **ratio,
-                         "extra_mib": memory.added / 2**20, "error": wrong})  # fmt: skip
+            rows.append(
+                {
+                    "length": length,
+                    "what": name,
+                    "kind": kind,
+                    **ratio,
+                    "extra_mib": memory.added / 2**20,
+                    "error": wrong,
+                }
+            )
     return rows
 
 
@@ -123,8 +131,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     where, given, found = environment(), models(args), []
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, {args.batch} text(s), "
-          f"MiniLM's sizes, segments of {args.segment_length}")  # fmt: skip
+    print(
+        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, {args.batch} text(s), "
+        f"MiniLM's sizes, segments of {args.segment_length}"
+    )
     print(
         f"{'length':>7} {'what':15} {'kind':17} {'x full':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} error"
     )
@@ -132,8 +142,11 @@ def main() -> None:
         for r in measure(length, given, args):
             found.append(r)
             wrong = "" if r["error"] is None else f"{r['error']:.1e}"
-            print(f"{r['length']:7d} {r['what']:15} {r['kind']:17} {r['median']:7.2f} {r['low']:6.2f} {r['high']:6.2f} "
-                  f"{r['seconds']:8.3f} {r['extra_mib']:6.0f} {wrong}", flush=True)  # fmt: skip
+            print(
+                f"{r['length']:7d} {r['what']:15} {r['kind']:17} {r['median']:7.2f} {r['low']:6.2f} {r['high']:6.2f} "
+                f"{r['seconds']:8.3f} {r['extra_mib']:6.0f} {wrong}",
+                flush=True,
+            )
     write_json(args.json, {"environment": where, "arguments": vars(args), "rows": found})
 
 

@@ -22,8 +22,10 @@ STOCK, PATCHED = "stock", "head_fusion"
 
 def models() -> dict[str, torch.nn.Module]:
     """SmolLM2 as it is, and with weights of heads away from where they start."""
-    found = {name: AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
-             for name in (STOCK, PATCHED)}  # fmt: skip
+    found = {
+        name: AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
+        for name in (STOCK, PATCHED)
+    }
     ha.patch_model(found[PATCHED], ha.HeadFusionConfig())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -78,8 +80,10 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     found, where, rows = models(), environment(), []
     added = sum(p.numel() for n, p in found[PATCHED].named_parameters() if ".hyper." in n)
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; SmolLM2 in float32, batch 1, "
-          f"{added:,} parameters added")  # fmt: skip
+    print(
+        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; SmolLM2 in float32, batch 1, "
+        f"{added:,} parameters added"
+    )
     print(f"{'length':>7} {'kind':10} {'x stock':>8} {'low':>6} {'high':>6} {'s':>8} {'error':>8}")
     for length in args.lengths:
         ids = torch.randint(1, 40000, (1, length), generator=torch.manual_seed(0))
@@ -88,8 +92,11 @@ def main() -> None:
             runs = {name: calls(model, ids, kind) for name, model in found.items()}
             ratio = ratios(interleaved(runs, args.rounds), STOCK)[PATCHED]
             rows.append({"length": length, "kind": kind, **ratio, "error": off})
-            print(f"{length:7d} {kind:10} {ratio['median']:8.3f} {ratio['low']:6.3f} {ratio['high']:6.3f} "
-                  f"{ratio['seconds']:8.3f} {off:8.1e}", flush=True)  # fmt: skip
+            print(
+                f"{length:7d} {kind:10} {ratio['median']:8.3f} {ratio['low']:6.3f} {ratio['high']:6.3f} "
+                f"{ratio['seconds']:8.3f} {off:8.1e}",
+                flush=True,
+            )
     write_json(
         args.json,
         {"environment": where, "arguments": vars(args), "parameters": added, "rows": rows},

@@ -171,10 +171,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     where = environment()
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, 1 x {args.heads} heads, "
-          f"d {args.dim}, causal, backend {args.backend}")  # fmt: skip
-    print(f"{'length':>7} {'kind':8} {'what':15} {'s':>10} {'x faster':>8} {'low':>6} {'high':>7} "
-          f"{'pairs':>9}{'error':>9}")  # fmt: skip
+    print(
+        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, 1 x {args.heads} heads, "
+        f"d {args.dim}, causal, backend {args.backend}"
+    )
+    print(
+        f"{'length':>7} {'kind':8} {'what':15} {'s':>10} {'x faster':>8} {'low':>6} {'high':>7} "
+        f"{'pairs':>9}{'error':>9}"
+    )
     rows = []
     with torch.no_grad():
         for length in args.lengths:

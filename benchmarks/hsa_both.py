@@ -77,10 +77,19 @@ def measure(length: int, args) -> list[dict]:
             faster = sorted(s / t for s, t in zip(seconds[SDPA], times, strict=True))
             with PeakMemory() as memory:
                 runs[name]()
-            rows.append({"length": length, "what": name, "kind": kind, "median": faster[len(faster) // 2],
-                         "low": faster[0], "high": faster[-1], "seconds": sorted(times)[len(times) // 2],
-                         "extra_mib": memory.added / 2**20,
-                         "error": error(leaves, shapes.get(name))})  # fmt: skip
+            rows.append(
+                {
+                    "length": length,
+                    "what": name,
+                    "kind": kind,
+                    "median": faster[len(faster) // 2],
+                    "low": faster[0],
+                    "high": faster[-1],
+                    "seconds": sorted(times)[len(times) // 2],
+                    "extra_mib": memory.added / 2**20,
+                    "error": error(leaves, shapes.get(name)),
+                }
+            )
     return rows
 
 
@@ -109,8 +118,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     where = environment()
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, 1 x {args.heads} heads, "
-          f"d {args.dim}, not causal, windows {tuple(args.windows)}")  # fmt: skip
+    print(
+        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, 1 x {args.heads} heads, "
+        f"d {args.dim}, not causal, windows {tuple(args.windows)}"
+    )
     print(
         f"{'length':>7} {'what':8} {'kind':17} {'faster':>7} {'low':>7} {'high':>7} {'ms':>8} {'MiB':>6} {'error':>8}"
     )
@@ -118,8 +129,11 @@ def main() -> None:
     for length in args.lengths:
         for r in measure(length, args):
             found.append(r)
-            print(f"{r['length']:7d} {r['what']:8} {r['kind']:17} {r['median']:7.1f} {r['low']:7.1f} {r['high']:7.1f} "
-                  f"{r['seconds'] * 1e3:8.1f} {r['extra_mib']:6.0f} {r['error']:8.1e}", flush=True)  # fmt: skip
+            print(
+                f"{r['length']:7d} {r['what']:8} {r['kind']:17} {r['median']:7.1f} {r['low']:7.1f} {r['high']:7.1f} "
+                f"{r['seconds'] * 1e3:8.1f} {r['extra_mib']:6.0f} {r['error']:8.1e}",
+                flush=True,
+            )
     write_json(
         args.json, {"environment": where, "arguments": vars(args), "rows": merged(args.json, found)}
     )

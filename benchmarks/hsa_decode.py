@@ -83,9 +83,17 @@ class Step:
             torch.cat([t, t[:, :, -1:].expand(-1, -1, more, -1)], 2).double() for t in (key, value)
         )
         exact, _ = key_tied(
-            self.query.double(), key, value, self.sizes, near=self.args.near, sinks=self.args.sinks,
-            refine_top_k=self.top_k, is_causal=True, offset=key.shape[2] - 1, backend="torch",
-        )  # fmt: skip
+            self.query.double(),
+            key,
+            value,
+            self.sizes,
+            near=self.args.near,
+            sinks=self.args.sinks,
+            refine_top_k=self.top_k,
+            is_causal=True,
+            offset=key.shape[2] - 1,
+            backend="torch",
+        )
         return float((out - exact).abs().max() / exact.abs().max())
 
 

@@ -103,8 +103,10 @@ def report(args, seconds: dict, errors: dict) -> None:
         }
         rows[name] = row | {"error": errors.get(name)}
         shown = f"{errors[name]:>10.1e}" if name in errors else ""
-        print(f"{name:36}{median * 1e6:>7.0f} µs{least * 1e6:>7.0f} µs{row['over_stock']:>9.2f}"
-              f"{row['over_claim']:>9.2f}{shown}")  # fmt: skip
+        print(
+            f"{name:36}{median * 1e6:>7.0f} µs{least * 1e6:>7.0f} µs{row['over_stock']:>9.2f}"
+            f"{row['over_claim']:>9.2f}{shown}"
+        )
     write_json(args.json, {"setting": vars(args), "environment": environment(), "rows": rows})
 
 

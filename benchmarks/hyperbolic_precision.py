@@ -71,8 +71,10 @@ def crowd(length: int = 2048, rounds: int = 5) -> None:
     }
     with torch.no_grad():
         ratio = ratios(interleaved(calls, rounds), "scattered")["crowd"]
-    print(f"{length} points far out and close together: {ratio['median']:.1f} ({ratio['low']:.1f} to "
-          f"{ratio['high']:.1f}) times the time of scattered ones")  # fmt: skip
+    print(
+        f"{length} points far out and close together: {ratio['median']:.1f} ({ratio['low']:.1f} to "
+        f"{ratio['high']:.1f}) times the time of scattered ones"
+    )
 
 
 def real_model(length: int) -> None:
@@ -108,8 +110,10 @@ def real_model(length: int) -> None:
     HyperbolicVectors.norms, Tile.squared_distance = norms, squared_distance
     found = torch.cat(radii).sort().values
     half, most, last = (found[int(q * (len(found) - 1))].item() for q in (0.5, 0.99, 1.0))
-    print(f"SmolLM2-135M, {ids.shape[1]} tokens, c = 1: geodesic radius of queries and keys {half:.1f} at the median, "
-          f"{most:.1f} at 99 %, {last:.1f} at most; {pairs[0]} pairs from differences")  # fmt: skip
+    print(
+        f"SmolLM2-135M, {ids.shape[1]} tokens, c = 1: geodesic radius of queries and keys {half:.1f} at the median, "
+        f"{most:.1f} at 99 %, {last:.1f} at most; {pairs[0]} pairs from differences"
+    )
 
 
 def main() -> None:

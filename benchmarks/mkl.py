@@ -97,8 +97,11 @@ def main() -> None:
                 rows.append(
                     {"length": length, "kind": kind, "what": name, **ratio, "error": off[name]}
                 )
-                print(f"{length:7d} {kind:10} {name:15} {ratio['median']:8.3f} {ratio['low']:6.3f} "
-                      f"{ratio['high']:6.3f} {ratio['seconds']:8.3f} {off[name]:8.1e}", flush=True)  # fmt: skip
+                print(
+                    f"{length:7d} {kind:10} {name:15} {ratio['median']:8.3f} {ratio['low']:6.3f} "
+                    f"{ratio['high']:6.3f} {ratio['seconds']:8.3f} {off[name]:8.1e}",
+                    flush=True,
+                )
     write_json(args.json, {"environment": where, "arguments": vars(args), "rows": rows})
 
 

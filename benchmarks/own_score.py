@@ -72,9 +72,17 @@ def measure(name: str, length: int, args) -> list[dict]:
             {b: partial(call, b) for b in ("cpu", "blockwise")}, args.rounds, clock
         )
         times = ratios(seconds, "cpu")
-        rows.append({"score": name, "length": length, "kind": kind, "apart": apart, "seconds": times["cpu"]["seconds"],
-                     "blockwise_seconds": times["blockwise"]["seconds"], **{f"times_{k}": times["blockwise"][k]
-                     for k in ("median", "low", "high")}})  # fmt: skip
+        rows.append(
+            {
+                "score": name,
+                "length": length,
+                "kind": kind,
+                "apart": apart,
+                "seconds": times["cpu"]["seconds"],
+                "blockwise_seconds": times["blockwise"]["seconds"],
+                **{f"times_{k}": times["blockwise"][k] for k in ("median", "low", "high")},
+            }
+        )
     return rows
 
 
@@ -87,8 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     define_scores()
     where = environment()
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, causal, 1 x {args.heads} "
-          f"heads, d {args.dim}")  # fmt: skip
+    print(
+        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, causal, 1 x {args.heads} "
+        f"heads, d {args.dim}"
+    )
     print(
         f"{'length':>7} {'score':9} {'kind':17} {'cpu s':>8} {'blocks s':>9} {'times':>6} {'low':>6} {'high':>6} apart"
     )
@@ -97,9 +107,12 @@ def main(argv: list[str] | None = None) -> int:
         for name in SCORES:
             for r in measure(name, length, args):
                 rows.append(r)
-                print(f"{r['length']:7d} {r['score']:9} {r['kind']:17} {r['seconds']:8.4f} "
-                      f"{r['blockwise_seconds']:9.4f} {r['times_median']:6.2f} {r['times_low']:6.2f} "
-                      f"{r['times_high']:6.2f} {r['apart']:.0e}", flush=True)  # fmt: skip
+                print(
+                    f"{r['length']:7d} {r['score']:9} {r['kind']:17} {r['seconds']:8.4f} "
+                    f"{r['blockwise_seconds']:9.4f} {r['times_median']:6.2f} {r['times_low']:6.2f} "
+                    f"{r['times_high']:6.2f} {r['apart']:.0e}",
+                    flush=True,
+                )
     write_json(args.json, {"environment": where, "arguments": vars(args), "rows": rows})
     return 0
 

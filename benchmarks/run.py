@@ -32,9 +32,15 @@ from speed.store import Store, default_path
 
 #: Options of a sweep of one's own, and what they are where they are not given.
 OWN = {
-    "kinds": ["forward", "training"], "dtypes": ["float32"], "dims": [64], "threads": [1], "causal": "no",
-    "heads": None, "batches": None, "ways": None,
-}  # fmt: skip
+    "kinds": ["forward", "training"],
+    "dtypes": ["float32"],
+    "dims": [64],
+    "threads": [1],
+    "causal": "no",
+    "heads": None,
+    "batches": None,
+    "ways": None,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,9 +112,22 @@ def chosen(args) -> list[Job]:
         causal = {"no": (False,), "yes": (True,), "both": (False, True)}[args.causal]
         places = {"threads": args.threads} if device() == "cpu" else {"device": ("cuda",)}
         given = {"batches": args.batches} if args.batches else {}
-        found = list(dict.fromkeys(sweep(
-            ways, places, args.operations, args.lengths or (512, 2048, 8192), args.dims, kinds=args.kinds,
-            causal=causal, dtypes=args.dtypes, heads=args.heads, **given)))  # fmt: skip
+        found = list(
+            dict.fromkeys(
+                sweep(
+                    ways,
+                    places,
+                    args.operations,
+                    args.lengths or (512, 2048, 8192),
+                    args.dims,
+                    kinds=args.kinds,
+                    causal=causal,
+                    dtypes=args.dtypes,
+                    heads=args.heads,
+                    **given,
+                )
+            )
+        )
     else:
         models = {name: list(model.names) for name, model in MODELS.items() if model.available()}
         found = jobs(ways, models, device(), args.full)
@@ -158,8 +177,10 @@ def line(row: dict) -> str:
     if row["status"] != "ok":
         return f"{row['key']:75} {row['status']}"
     held = f"  held to {row['limit']:.2f}" if row.get("limit") else ""
-    return (f"{row['key']:75} {row['median']:6.2f} x SDPA ({row['q1']:.2f} to {row['q3']:.2f}), "
-            f"{row['way_mib']:.0f} MiB, error {row['error']:.0e}{held}")  # fmt: skip
+    return (
+        f"{row['key']:75} {row['median']:6.2f} x SDPA ({row['q1']:.2f} to {row['q3']:.2f}), "
+        f"{row['way_mib']:.0f} MiB, error {row['error']:.0e}{held}"
+    )
 
 
 def main(words: list[str] | None = None) -> int:

@@ -281,8 +281,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="of the pairs")
     parser.add_argument("--layers", type=int, default=3, help="of the model with random weights")
-    parser.add_argument("--chosen", nargs="?", const="together", choices=CHOSEN,
-                        help="model and decode: SmolLM2-135M and its own rules; by time, as --shares")  # fmt: skip
+    parser.add_argument(
+        "--chosen",
+        nargs="?",
+        const="together",
+        choices=CHOSEN,
+        help="model and decode: SmolLM2-135M and its own rules; by time, as --shares",
+    )
     parser.add_argument("--batch", type=int, default=1, help="of the model")
     parser.add_argument("--seconds", type=float, default=5.0, help="of rounds, for each row")
     parser.add_argument("--json", help="also write the result here")

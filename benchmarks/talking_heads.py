@@ -82,8 +82,16 @@ def measure(length: int, args) -> list[dict]:
             with PeakMemory() as memory:
                 runs[name]()
             error = 0.0 if name == SDPA else case.error(kinds["forward"][name]())
-            rows.append({"length": length, "what": name, "kind": kind, **ratio,
-                         "extra_mib": memory.added / 2**20, "error": error})  # fmt: skip
+            rows.append(
+                {
+                    "length": length,
+                    "what": name,
+                    "kind": kind,
+                    **ratio,
+                    "extra_mib": memory.added / 2**20,
+                    "error": error,
+                }
+            )
     return rows
 
 

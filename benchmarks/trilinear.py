@@ -110,8 +110,16 @@ def measure(length: int, args) -> list[dict]:
             with PeakMemory() as memory:
                 runs[name]()
             error = case.error(name, torch.no_grad()(functions[name][0])())
-            rows.append({"length": length, "what": name, "kind": kind, **ratio,
-                         "extra_mib": memory.added / 2**20, "error": error})  # fmt: skip
+            rows.append(
+                {
+                    "length": length,
+                    "what": name,
+                    "kind": kind,
+                    **ratio,
+                    "extra_mib": memory.added / 2**20,
+                    "error": error,
+                }
+            )
     return rows
 
 

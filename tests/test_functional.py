@@ -227,8 +227,14 @@ def test_heads_and_batches_are_independent(backend, pairing, seed, lq, lk, causa
     gamma, radius = per_head(3)
     order = torch.randperm(3, generator=torch.Generator().manual_seed(seed))
     out = attend(q, k, v, pairing, backend, is_causal=causal, gamma=gamma, radius=radius)
-    turned = attend(*(t[:, order] for t in (q, k, v)), pairing, backend, is_causal=causal,
-                    gamma=gamma[order], radius=radius[order])  # fmt: skip
+    turned = attend(
+        *(t[:, order] for t in (q, k, v)),
+        pairing,
+        backend,
+        is_causal=causal,
+        gamma=gamma[order],
+        radius=radius[order],
+    )
     assert_close(turned, out[:, order], 1e-9, "permuted heads")
     alone = attend(
         q[1:], k[1:], v[1:], pairing, backend, is_causal=causal, gamma=gamma, radius=radius

@@ -90,11 +90,23 @@ def table(result: dict, length: int) -> str:
             for t in ("copying", "mixture")
         ]
         tasks.append(worst_task(entry, stock))
-        lines.append("| " + " | ".join([
-            f"{cell.budget:.0%}", cell.method, cell.kind, f"{entry['pairs']:.1%}",
-            f"{statistics.mean(values):+.2%} ± {statistics.stdev(values):.2%}", *(f"{v:+.2%}" for v in values),
-            *tasks, "" if took is None else f"{took:.2f}",
-            f"{entry['bytes'] / stock['bytes']:.2f}"]) + " |")  # fmt: skip
+        lines.append(
+            "| "
+            + " | ".join(
+                [
+                    f"{cell.budget:.0%}",
+                    cell.method,
+                    cell.kind,
+                    f"{entry['pairs']:.1%}",
+                    f"{statistics.mean(values):+.2%} ± {statistics.stdev(values):.2%}",
+                    *(f"{v:+.2%}" for v in values),
+                    *tasks,
+                    "" if took is None else f"{took:.2f}",
+                    f"{entry['bytes'] / stock['bytes']:.2f}",
+                ]
+            )
+            + " |"
+        )
     return "\n".join(lines)
 
 

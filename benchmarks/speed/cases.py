@@ -141,8 +141,18 @@ def everything(ways, places: dict, heads=None) -> Iterator[Job]:
     yield from sweep(**given, dtypes=("bfloat16",), causal=(False, True))
 
 
-def sweep(ways, places: dict, operations=None, lengths=LENGTHS, dims=(64,), batches=(None,), kinds=KINDS,
-          causal=(False,), dtypes=("float32",), heads=None) -> Iterator[Job]:  # fmt: skip
+def sweep(
+    ways,
+    places: dict,
+    operations=None,
+    lengths=LENGTHS,
+    dims=(64,),
+    batches=(None,),
+    kinds=KINDS,
+    causal=(False,),
+    dtypes=("float32",),
+    heads=None,
+) -> Iterator[Job]:
     """Operations in every way over all combinations; `places` gives the threads or the device, None what is usual."""
     ((place, values),) = places.items()
     axes = itertools.product(lengths, dims, batches, dtypes, causal, kinds, values)

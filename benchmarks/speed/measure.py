@@ -164,8 +164,16 @@ def timed(run: Callable, beside: Callable, seconds: float, device: str) -> dict:
         base.append(sample(beside, number[1], device) / number[1])
     each = sorted(a / b for a, b in zip(mine, base, strict=True))
     q1, median, q3 = statistics.quantiles(each, n=4, method="inclusive")
-    return {"median": median, "low": each[0], "q1": q1, "q3": q3, "high": each[-1], "rounds": rounds,
-            "seconds": statistics.median(mine), "base_seconds": statistics.median(base)}  # fmt: skip
+    return {
+        "median": median,
+        "low": each[0],
+        "q1": q1,
+        "q3": q3,
+        "high": each[-1],
+        "rounds": rounds,
+        "seconds": statistics.median(mine),
+        "base_seconds": statistics.median(base),
+    }
 
 
 def sample(run: Callable, number: int, device: str) -> float:

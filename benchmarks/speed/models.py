@@ -62,11 +62,15 @@ def minilm_folder() -> Path:
 NAMES = ("cone", "cone_penumbral", "hyperbolic", "hype")
 MODELS = {
     "SmolLM2-135M": Model(
-        smollm2_folder, True, (9, 64), {"prefill": (2048, 1), "decode": (2048, 1)}, NAMES,
+        smollm2_folder,
+        True,
+        (9, 64),
+        {"prefill": (2048, 1), "decode": (2048, 1)},
+        NAMES,
         {"prefill": 1.05, "decode": 1.10},
     ),
     "MiniLM-L6": Model(minilm_folder, False, (12, 32), {"encode": (256, 8)}, NAMES, {}),
-}  # fmt: skip
+}
 
 
 @functools.lru_cache(maxsize=3)

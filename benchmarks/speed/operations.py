@@ -101,8 +101,17 @@ def hype(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False):
     numbers = {"mu": torch.tensor(mu, device=q.device), "tau": torch.tensor(tau, device=q.device)}
     if positions is None and q.shape[2] != m:
         positions = torch.arange(m - q.shape[2], m, device=q.device)
-    return hype_attention(q, k, v, attn_mask, is_causal=is_causal, form="sinh", query_positions=positions,
-                          backend=backend, **numbers)  # fmt: skip
+    return hype_attention(
+        q,
+        k,
+        v,
+        attn_mask,
+        is_causal=is_causal,
+        form="sinh",
+        query_positions=positions,
+        backend=backend,
+        **numbers,
+    )
 
 
 def cone(variant):

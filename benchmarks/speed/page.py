@@ -95,10 +95,19 @@ def bars(chip: str) -> list[str]:
     peak, single, model = (
         [r for r in rows if r["key"].startswith(what)] for what in ("peak ", "decode ", "model ")
     )
-    shares = grid(["", "GF/s", "a core multiplies", "share", "over SDPA"], [
-        [f"{r['dtype']}, {r['shape']}, {KIND_TITLES[r['kind']]}, {OPERATIONS[r['score']].title}",
-         f"{r['rate']:.0f}", f"{r['most']:.0f}", f"{r['share']:.0%}", f"{r['ratio']:.2f}"] for r in peak
-    ])  # fmt: skip
+    shares = grid(
+        ["", "GF/s", "a core multiplies", "share", "over SDPA"],
+        [
+            [
+                f"{r['dtype']}, {r['shape']}, {KIND_TITLES[r['kind']]}, {OPERATIONS[r['score']].title}",
+                f"{r['rate']:.0f}",
+                f"{r['most']:.0f}",
+                f"{r['share']:.0%}",
+                f"{r['ratio']:.2f}",
+            ]
+            for r in peak
+        ],
+    )
     names = lambda found: [[r["what"], f"{r['ratio']:.2f}"] for r in found]
     tables = {
         "Share of what a core multiplies, 2,048 tokens, 4 heads, 1 thread; time over SDPA's": shares,
@@ -210,8 +219,13 @@ def ways(rows):
         for way in ("cpu", "sdpa", "blockwise", *operation.peers):
             found = [rows.get(f"{name} | {way} | {shape(kind, 2048).key}") for kind in KIND_TITLES]
             error = max((r["error"] for r in found if r and "error" in r), default=None)
-            lines.append([f"{operation.title}, {way}", *[cell(r, memory=True) for r in found],
-                          f"{error:.0e}" if error is not None else ""])  # fmt: skip
+            lines.append(
+                [
+                    f"{operation.title}, {way}",
+                    *[cell(r, memory=True) for r in found],
+                    f"{error:.0e}" if error is not None else "",
+                ]
+            )
     return grid(["", *KIND_TITLES.values(), "error"], lines)
 
 
@@ -264,10 +278,15 @@ def models(rows):
     for name, model in MODELS.items():
         for kind, (length, batch) in model.kinds.items():
             for way in model.names:
-                found = [rows.get(f"{name} | {way} | {model.case(kind, t).key}") for t in (1, 2)]  # fmt: skip
+                found = [rows.get(f"{name} | {way} | {model.case(kind, t).key}") for t in (1, 2)]
                 limit = model.limits.get(kind) if way == "cone" else None
-                lines.append([f"{name}, {kind} {batch} x {length}, {way}", *[cell(r) for r in found],
-                              f"{limit:.2f}" if limit else ""])  # fmt: skip
+                lines.append(
+                    [
+                        f"{name}, {kind} {batch} x {length}, {way}",
+                        *[cell(r) for r in found],
+                        f"{limit:.2f}" if limit else "",
+                    ]
+                )
     lines = [line for line in lines if line[1] or line[2]]
     return grid(["", "1 thread", "2 threads", "held to"], lines)
 

@@ -88,8 +88,14 @@ def flex(score, value: Tensor, causal: bool) -> Tensor:
         if causal
         else None
     )
-    return compiled_flex()(score.query, score.key, value.to(score.query.dtype), score_mod=modified,
-                           block_mask=blocks, scale=1.0)  # fmt: skip
+    return compiled_flex()(
+        score.query,
+        score.key,
+        value.to(score.query.dtype),
+        score_mod=modified,
+        block_mask=blocks,
+        scale=1.0,
+    )
 
 
 def flex_umbral(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -171,5 +171,15 @@ def _key(
         name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")
     }
     is_causal = call.is_causal and mask is None
-    return loss_key(query, key, hierarchy, 1.0, is_causal=is_causal, window=call.options.window, mask=mask,
-                    position_bias=call.options.bias, place=place, **options)  # fmt: skip
+    return loss_key(
+        query,
+        key,
+        hierarchy,
+        1.0,
+        is_causal=is_causal,
+        window=call.options.window,
+        mask=mask,
+        position_bias=call.options.bias,
+        place=place,
+        **options,
+    )

@@ -27,8 +27,10 @@ def run(args: argparse.Namespace) -> None:
     text_config: Any = config.get_text_config()
     positions = positions_of(config)
     if positions is not None and args.length + args.generate > positions:
-        raise ValueError(f"--length {args.length} and --generate {args.generate} exceed what the model reads; allowed: "
-                         f"{positions} tokens together")  # fmt: skip
+        raise ValueError(
+            f"--length {args.length} and --generate {args.generate} exceed what the model reads; allowed: "
+            f"{positions} tokens together"
+        )
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(
         min(CONTROL, text_config.vocab_size - 1),
@@ -39,8 +41,14 @@ def run(args: argparse.Namespace) -> None:
     with progress(2 * (args.repeats + 1)) as bar:
         bar.describe("loading")
         measured = measure_both(args, load(args), lambda model: measure(model, ids, args, bar))
-    report = {"model": args.model, "length": args.length, "generate": args.generate, "dtype": args.dtype,
-              "threads": torch.get_num_threads(), **compared(measured)}  # fmt: skip
+    report = {
+        "model": args.model,
+        "length": args.length,
+        "generate": args.generate,
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        **compared(measured),
+    }
     output(args, report, show)
 
 
@@ -62,8 +70,13 @@ def measure(
             generating.append(max(generation.seconds - reading[-1], 0.0))
             bar.advance(1)
     later = len(generation.ids) - 1
-    return {"prefill_seconds": min(reading), "seconds_a_new_token": min(generating) / later if later else None,
-            "peak_memory": memory.peak, "logits": logits, "tokens": list(generation.ids)}  # fmt: skip
+    return {
+        "prefill_seconds": min(reading),
+        "seconds_a_new_token": min(generating) / later if later else None,
+        "peak_memory": memory.peak,
+        "logits": logits,
+        "tokens": list(generation.ids),
+    }
 
 
 @torch.inference_mode()
@@ -92,8 +105,10 @@ def compared(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     """Print the table and the match."""
-    print(f"{Path(report['model']).name}: {report['length']:,} random tokens, {report['generate']} new ones, "
-          f"{report['dtype']}, {report['threads']} threads\n")  # fmt: skip
+    print(
+        f"{Path(report['model']).name}: {report['length']:,} random tokens, {report['generate']} new ones, "
+        f"{report['dtype']}, {report['threads']} threads\n"
+    )
     first = next(iter(report["rows"].values()))
     new, of_first = (
         {n: row["seconds_a_new_token"] for n, row in report["rows"].items()},
@@ -101,13 +116,16 @@ def show(report: dict[str, Any]) -> None:
     )
     rows = [
         [
-            name, f"{row['prefill_seconds']:.3f} s", f"{report['length'] / row['prefill_seconds']:,.0f}",
-            "none" if new[name] is None else f"{1e3 * new[name]:.1f} ms", f"{row['peak_memory'] / 2**20:,.0f} MiB",
+            name,
+            f"{row['prefill_seconds']:.3f} s",
+            f"{report['length'] / row['prefill_seconds']:,.0f}",
+            "none" if new[name] is None else f"{1e3 * new[name]:.1f} ms",
+            f"{row['peak_memory'] / 2**20:,.0f} MiB",
             f"x {row['prefill_seconds'] / first['prefill_seconds']:.2f}",
             "" if None in (new[name], of_first) else f"x {new[name] / max(of_first, 1e-9):.2f}",
         ]
         for name, row in report["rows"].items()
-    ]  # fmt: skip
+    ]
     table(
         ("attention", "prefill", "tokens/s", "a new token", "peak memory", "prefill", "new token"),
         rows,
@@ -117,5 +135,7 @@ def show(report: dict[str, Any]) -> None:
     if report["logit_difference"] is None:
         print("\nno match checked: its original is not in the checkpoint")
         return
-    print(f"\nmax |Δ logit| {report['logit_difference']:.1e}; the first {report['same_tokens']} of "
-          f"{len(first['tokens'])} greedy tokens are the same")  # fmt: skip
+    print(
+        f"\nmax |Δ logit| {report['logit_difference']:.1e}; the first {report['same_tokens']} of "
+        f"{len(first['tokens'])} greedy tokens are the same"
+    )

@@ -100,8 +100,10 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
         wanted = -(-(args.held_out - len(read)) // len(texts))  # as many of every text, or one more
         windows = min(int(HELD_OUT * len(ids)) // length, wanted)
         if windows < 1 or len(ids) < 2 * length:
-            raise ValueError(f"the text {name} has {len(ids)} tokens; allowed: {math.ceil(length / HELD_OUT):,} or "
-                             f"more for windows of {length}; use a longer text or a smaller --length")  # fmt: skip
+            raise ValueError(
+                f"the text {name} has {len(ids)} tokens; allowed: {math.ceil(length / HELD_OUT):,} or "
+                f"more for windows of {length}; use a longer text or a smaller --length"
+            )
         cut = len(ids) - int(HELD_OUT * len(ids))
         trained.append(ids[:cut])
         read.append(ids[cut : cut + windows * length])
@@ -109,10 +111,13 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
     digest = hashlib.sha256(torch.cat([*trained, held_out]).numpy().tobytes()).hexdigest()
     request = {name: getattr(args, name) for name in REQUEST} | {
         "model": public_name(args.model) if os.path.exists(args.model) else args.model,
-        "texts": [name for _, name in texts], "tokens": digest, "length": length,
-        "trained_on": sum(map(len, trained)), "read": len(held_out),
+        "texts": [name for _, name in texts],
+        "tokens": digest,
+        "length": length,
+        "trained_on": sum(map(len, trained)),
+        "read": len(held_out),
         "weights": fingerprint(load(args), torch.empty(0), ()),
-    }  # fmt: skip
+    }
     return Trial(args, torch.cat(trained), held_out, prefix, length), json.loads(
         json.dumps(request)
     )
@@ -196,8 +201,10 @@ def plan(trial: Trial, state: dict[str, Any], bar: ProgressBar) -> None:
     steps = int((SPARE * budget - fixed) / step)
     if steps < LEAST_STEPS:
         least = math.ceil((fixed + LEAST_STEPS * step) / SPARE / 60)
-        raise ValueError(f"--budget of {budget:g} s leaves {max(steps, 0)} steps a run; allowed: {LEAST_STEPS} or "
-                         f"more, about {least}min; or a smaller --length, fewer --mechanisms")  # fmt: skip
+        raise ValueError(
+            f"--budget of {budget:g} s leaves {max(steps, 0)} steps a run; allowed: {LEAST_STEPS} or "
+            f"more, about {least}min; or a smaller --length, fewer --mechanisms"
+        )
     state["steps"] = steps
     keep(state)
 
@@ -235,19 +242,29 @@ def judged(args: argparse.Namespace, state: dict[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for recipe in args.mechanisms:
         rows[recipe] = {
-            "parameters": runs[recipe][0]["parameters"], "added": state["added"].get(recipe, 0),
-            "losses": losses[recipe], "loss": mean(losses[recipe]), "deviation": stdev(losses[recipe]),
+            "parameters": runs[recipe][0]["parameters"],
+            "added": state["added"].get(recipe, 0),
+            "losses": losses[recipe],
+            "loss": mean(losses[recipe]),
+            "deviation": stdev(losses[recipe]),
             "perplexity": math.exp(mean(losses[recipe])),
             "seconds_a_step": mean(run["seconds"]["step"] for run in runs[recipe]),
-        }  # fmt: skip
+        }
         if recipe in tests:
-            rows[recipe] |= {"against_none": vars(tests[recipe]), "p_corrected": corrected[recipe],
-                             "verdict": verdict(tests[recipe].mean, corrected[recipe])}  # fmt: skip
+            rows[recipe] |= {
+                "against_none": vars(tests[recipe]),
+                "p_corrected": corrected[recipe],
+                "verdict": verdict(tests[recipe].mean, corrected[recipe]),
+            }
     return {
-        **state["request"], "windows_read": state["request"]["read"] // state["request"]["length"],
-        "steps": state["steps"], "stock_loss": state["stock"], "rows": rows,
-        "seconds": state["seconds"], **circumstances(args, "torch", "transformers", "peft"),
-    }  # fmt: skip
+        **state["request"],
+        "windows_read": state["request"]["read"] // state["request"]["length"],
+        "steps": state["steps"],
+        "stock_loss": state["stock"],
+        "rows": rows,
+        "seconds": state["seconds"],
+        **circumstances(args, "torch", "transformers", "peft"),
+    }
 
 
 def verdict(difference: float, p: float) -> str:
@@ -267,11 +284,18 @@ def cells(report: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
             if test is None
             else f"{test['mean']:+.4f} ({test['low']:+.4f} to {test['high']:+.4f})"
         )
-        rows.append([
-            name, f"{row['parameters']:,}", f"{row['loss']:.4f} ± {row['deviation']:.4f}", f"{row['perplexity']:,.2f}",
-            f"{row['seconds_a_step']:.2f} s", difference, "" if test is None else f"{row['p_corrected']:.3f}",
-            row.get("verdict", "control"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{row['parameters']:,}",
+                f"{row['loss']:.4f} ± {row['deviation']:.4f}",
+                f"{row['perplexity']:,.2f}",
+                f"{row['seconds_a_step']:.2f} s",
+                difference,
+                "" if test is None else f"{row['p_corrected']:.3f}",
+                row.get("verdict", "control"),
+            ]
+        )
     head = (
         "mechanism",
         "trained",
@@ -292,14 +316,19 @@ def sentences(report: dict[str, Any]) -> list[str]:
         if "verdict" not in row:
             continue
         found = f"{row['against_none']['detectable']:.4f} nats"
-        words = {BETTER: "predicts better than LoRA alone", WORSE: "predicts worse than LoRA alone",
-                 UNDECIDED: "undecided: no difference from LoRA alone was shown"}[row["verdict"]]  # fmt: skip
+        words = {
+            BETTER: "predicts better than LoRA alone",
+            WORSE: "predicts worse than LoRA alone",
+            UNDECIDED: "undecided: no difference from LoRA alone was shown",
+        }[row["verdict"]]
         said.append(
             f"{name}: {words}; {report['seeds']} seeds find a difference of {found} four times in five"
         )
     if report["windows_read"] < report["held_out"]:
-        said.append(f"{report['windows_read']} held-out windows were read, not {report['held_out']}: the last fifth of "
-                    "a text holds fewer than its share")  # fmt: skip
+        said.append(
+            f"{report['windows_read']} held-out windows were read, not {report['held_out']}: the last fifth of "
+            "a text holds fewer than its share"
+        )
     sizes = [row["parameters"] for row in report["rows"].values()]
     none = report["rows"][NONE]["loss"]
     return [
@@ -350,14 +379,19 @@ def write(args: argparse.Namespace, report: dict[str, Any]) -> None:
 def fact(report: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """A result as `hub_cards.Result` has it."""
     test = row["against_none"]
-    notes = (f"Trained {report['steps']} steps of {report['length']} tokens, {report['seeds']} seeds; against LoRA "
-             f"alone at equal parameters: {test['mean']:+.4f} nats ({test['low']:+.4f} to {test['high']:+.4f}), "
-             f"{row['verdict']}.")  # fmt: skip
+    notes = (
+        f"Trained {report['steps']} steps of {report['length']} tokens, {report['seeds']} seeds; against LoRA "
+        f"alone at equal parameters: {test['mean']:+.4f} nats ({test['low']:+.4f} to {test['high']:+.4f}), "
+        f"{row['verdict']}."
+    )
     return {
-        "metric": "perplexity", "value": row["perplexity"], "base_value": math.exp(report["stock_loss"]),
-        "dataset": f"{', '.join(report['texts'])}, held-out part", "notes": notes,
+        "metric": "perplexity",
+        "value": row["perplexity"],
+        "base_value": math.exp(report["stock_loss"]),
+        "dataset": f"{', '.join(report['texts'])}, held-out part",
+        "notes": notes,
         **{name: report[name] for name in ("command", "machine", "versions", "date")},
-    }  # fmt: skip
+    }
 
 
 def card(report: dict[str, Any]) -> str:
@@ -369,10 +403,23 @@ def card(report: dict[str, Any]) -> str:
     ]
     code = lambda text: "`" + " ".join(str(text).split()).replace("`", "'") + "`"
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    return "\n".join([
-        SIGN, "# A comparison of attention mechanisms", "", code(title(report)), "", *lines, "",
-        *(f"- {code(line)}" for line in sentences(report)), "",
-        "A mechanism's run of a seed reads the same tokens as the control's, and starts from the same LoRA matrices, "
-        "but for those that gave ranks. The test is a paired t test over seeds, p corrected by Holm.", "",
-        f"Command: {code(report['command'])}  ", f"Machine: {report['machine']}; {versions}; {report['date']}", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            SIGN,
+            "# A comparison of attention mechanisms",
+            "",
+            code(title(report)),
+            "",
+            *lines,
+            "",
+            *(f"- {code(line)}" for line in sentences(report)),
+            "",
+            "A mechanism's run of a seed reads the same tokens as the control's, and starts from the "
+            "same LoRA matrices, but for those that gave ranks. The test is a paired t test over "
+            "seeds, p corrected by Holm.",
+            "",
+            f"Command: {code(report['command'])}  ",
+            f"Machine: {report['machine']}; {versions}; {report['date']}",
+            "",
+        ]
+    )

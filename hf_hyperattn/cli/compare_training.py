@@ -147,8 +147,12 @@ def train(
         raise ValueError(
             f"{recipe}, seed {seed}: training diverged; use a smaller --rate or --added-rate"
         )
-    seconds = {"load": loaded - start, "step": min(b - a for a, b in zip(marks, marks[1:])),
-               "read": time.perf_counter() - marks[-1], "all": time.perf_counter() - start}  # fmt: skip
+    seconds = {
+        "load": loaded - start,
+        "step": min(b - a for a, b in zip(marks, marks[1:])),
+        "read": time.perf_counter() - marks[-1],
+        "all": time.perf_counter() - start,
+    }
     return {"loss": read.loss, "parameters": sum(p.numel() for p in parameters), "seconds": seconds}
 
 

@@ -36,10 +36,16 @@ def run(args: argparse.Namespace) -> None:
     base = hub_cards.hub_id_or_none(args.model)
     save = model.to(dtype_of(config)).save_pretrained
     write_checkpoint(args.out, save, tokenizer, config=record, base_model=base)
-    report = {"out": args.out, "class": type(model).__name__, "parameters": {"before": before, "after": count(model)},
-              "tokenizer": tokenizer is not None}  # fmt: skip
-    text = (f"{args.out}: {type(model).__name__}, {before:,} parameters before, {count(model):,} now; it loads where "
-            "hf_hyperattn is imported")  # fmt: skip
+    report = {
+        "out": args.out,
+        "class": type(model).__name__,
+        "parameters": {"before": before, "after": count(model)},
+        "tokenizer": tokenizer is not None,
+    }
+    text = (
+        f"{args.out}: {type(model).__name__}, {before:,} parameters before, {count(model):,} now; it loads where "
+        "hf_hyperattn is imported"
+    )
     text += "" if tokenizer else f"\nno tokenizer: {args.model} has none"
     print(json.dumps(report, indent=2) if args.json else text)
 
@@ -47,8 +53,10 @@ def run(args: argparse.Namespace) -> None:
 def conversion_config(args: argparse.Namespace) -> Any:
     """The config that --to and --set name; raises ValueError for settings that it does not have."""
     if args.to == "collaborative" and not dict(args.set).get("rank"):
-        raise ValueError("--to collaborative replaces nothing without a rank; add --set rank=R, R at most heads times "
-                         "their dimension")  # fmt: skip
+        raise ValueError(
+            "--to collaborative replaces nothing without a rank; add --set rank=R, R at most heads times "
+            "their dimension"
+        )
     names = [name for name, _ in args.set]
     twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:

@@ -208,8 +208,10 @@ def prepare(args: argparse.Namespace) -> Demo:
     prompt = prefix + tokenizer(args.prompt, add_special_tokens=False)["input_ids"]
     positions = positions_of(config)
     if positions is not None and len(prompt) + args.generate > positions:
-        raise ValueError(f"--generate {args.generate} and {len(prompt)} tokens of --prompt exceed what the model "
-                         f"reads; allowed: {positions} tokens together")  # fmt: skip
+        raise ValueError(
+            f"--generate {args.generate} and {len(prompt)} tokens of --prompt exceed what the model "
+            f"reads; allowed: {positions} tokens together"
+        )
     return Demo(
         path, name, device, tokenizer, ids, prefix, text_name, window, prompt, args.generate
     )

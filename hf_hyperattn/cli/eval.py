@@ -93,8 +93,11 @@ def show(report: dict[str, Any]) -> None:
     ]
     table(("attention", "perplexity", "nats a token", "tokens/s"), rows)
     if report["difference"] is None:
-        print("\nOne row: the model has one attention; --mechanism patches another in" if OWN in report["rows"] else
-              "\nOne row: it was converted or saved so that its original is not in it")  # fmt: skip
+        print(
+            "\nOne row: the model has one attention; --mechanism patches another in"
+            if OWN in report["rows"]
+            else "\nOne row: it was converted or saved so that its original is not in it"
+        )
         return
     error = report["standard_error"]
     sure = (
@@ -102,5 +105,7 @@ def show(report: dict[str, Any]) -> None:
         if error is None
         else f"standard error {error:.4f} over windows"
     )
-    print(f"\nPatched less own: {report['difference']:+.4f} nats a token ({sure}), "
-          f"perplexity {math.expm1(report['difference']):+.2%}")  # fmt: skip
+    print(
+        f"\nPatched less own: {report['difference']:+.4f} nats a token ({sure}), "
+        f"perplexity {math.expm1(report['difference']):+.2%}"
+    )

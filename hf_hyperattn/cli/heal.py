@@ -63,8 +63,11 @@ def heal(args: argparse.Namespace) -> int:
         model, texts, length, args.steps, args.lora or 0, *rates, args.seed, prefix, args.bf16
     )
     count = sum(p.numel() for p in healing.trained().values())
-    print(f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
-          f"{args.seed}\nTexts: {', '.join(texts)}", flush=True)  # fmt: skip
+    print(
+        f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
+        f"{args.seed}\nTexts: {', '.join(texts)}",
+        flush=True,
+    )
     most = tokens_read(args, length)
     for name in (name for name, ids in texts.items() if len(ids) == most):
         print(f"{name}: its first {most:,} tokens, more than which {args.steps} steps do not read")

@@ -111,25 +111,35 @@ def measure(points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
         for x in (points, shuffled(points, args.seed))
     )
     error = (ours.mean_error**2 + control.mean_error**2) ** 0.5
-    return {"points": len(points), **vars(ours), "control": vars(control),
-            "below_control": ours.mean + 3 * error < control.mean}  # fmt: skip
+    return {
+        "points": len(points),
+        **vars(ours),
+        "control": vars(control),
+        "below_control": ours.mean + 3 * error < control.mean,
+    }
 
 
 def show(rows: dict[str, dict[str, Any]], asked: dict[str, int]) -> None:
     """Print the table and what it says, also of samples that are not those asked for."""
     cells = [
         [
-            name, str(row["points"]), f"{row['largest']:.3f} ± {row['largest_deviation']:.3f}",
-            f"{row['control']['largest']:.3f}", f"{row['mean']:.4f}", f"{row['control']['mean']:.4f}",
+            name,
+            str(row["points"]),
+            f"{row['largest']:.3f} ± {row['largest_deviation']:.3f}",
+            f"{row['control']['largest']:.3f}",
+            f"{row['mean']:.4f}",
+            f"{row['control']['mean']:.4f}",
             "below" if row["below_control"] else "not below",
         ]
         for name, row in rows.items()
-    ]  # fmt: skip
+    ]
     table(("points", "number", "2δ/diameter", "shuffled", "mean", "shuffled", "control"), cells)
     least, most = (f([row["size"] for row in rows.values()]) for f in (min, max))
     sizes = f"{least}" if least == most else f"{least} to {most}, which do not compare,"
     below = sum(row["below_control"] for row in rows.values())
-    print(f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
-          f"Samples of {sizes} points: 0 is a tree, 1 the most")  # fmt: skip
+    print(
+        f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
+        f"Samples of {sizes} points: 0 is a tree, 1 the most"
+    )
     for count in sorted({row["points"] for row in rows.values() if row["points"] <= asked["size"]}):
         print(f"{count} points: one sample of all, in place of {asked['draws']} of {asked['size']}")

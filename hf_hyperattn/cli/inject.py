@@ -196,9 +196,19 @@ def injection_of(
     args.rows = args.rows or max(ROWS, -(-QUERIES // len(task.texts[0])))
     rivals = sparse.candidates(task.length) if args.compare and args.mechanism == "hsa" else ()
     return CausalInjection(
-        model, task.texts, rules, *options, rivals, args.cost or "pairs", args.rows, args.seed, task.tokenizer,
-        args.retrieval_budget, cache_directory() / "inject", args.resume,
-    )  # fmt: skip
+        model,
+        task.texts,
+        rules,
+        *options,
+        rivals,
+        args.cost or "pairs",
+        args.rows,
+        args.seed,
+        task.tokenizer,
+        args.retrieval_budget,
+        cache_directory() / "inject",
+        args.resume,
+    )
 
 
 def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) -> str | None:
@@ -299,8 +309,10 @@ def show_certificate(injection: CausalInjection) -> None:
     for name in injection.measured[0].kl:
         kl = torch.stack([m.kl[name][:, at] for m in injection.measured]).mean(0)
         rows.append([name, f"{kl.mean():.3f}", f"{kl.max():.3f}", str(int(kl.argmax()))])
-    print(f"\nKL of tied from own attention, nats (windows {rules[at].windows}, near {rules[at].near}, refine_top_k "
-          f"{rules[at].refine_top_k}):")  # fmt: skip
+    print(
+        f"\nKL of tied from own attention, nats (windows {rules[at].windows}, near {rules[at].near}, refine_top_k "
+        f"{rules[at].refine_top_k}):"
+    )
     table(("layer", "mean", "worst head", "head"), rows)
 
 

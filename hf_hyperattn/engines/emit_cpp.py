@@ -25,14 +25,33 @@ from .trace import (
 )
 
 EXPRESSIONS = {
-    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "lt": "{} < {}",
-    "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "not": "~{}", "where": "{} ? {} : {}",
-    "max": "larger_or_nan({}, {})", "min": "smaller_or_nan({}, {})", "abs": "magnitude({})", "sqrt": "root({})",
-    "exp": "exponential({})", "expm1": "exponential_less_one({})", "log": "logarithm({})",
-    "log1p": "log_of_one_plus({})", "acosh1p": "log_of_one_plus({} + {})", "sinh": "hyperbolic_sine({})",
-    "cosh": "hyperbolic_cosine({})", "cosh_of_sinh": "cosine_of_sine({})", "tanh": "hyperbolic_tangent({})",
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": "{} / {}",
+    "neg": "-{}",
+    "lt": "{} < {}",
+    "le": "{} <= {}",
+    "eq": "{} == {}",
+    "and": "{} & {}",
+    "or": "{} | {}",
+    "not": "~{}",
+    "where": "{} ? {} : {}",
+    "max": "larger_or_nan({}, {})",
+    "min": "smaller_or_nan({}, {})",
+    "abs": "magnitude({})",
+    "sqrt": "root({})",
+    "exp": "exponential({})",
+    "expm1": "exponential_less_one({})",
+    "log": "logarithm({})",
+    "log1p": "log_of_one_plus({})",
+    "acosh1p": "log_of_one_plus({} + {})",
+    "sinh": "hyperbolic_sine({})",
+    "cosh": "hyperbolic_cosine({})",
+    "cosh_of_sinh": "cosine_of_sine({})",
+    "tanh": "hyperbolic_tangent({})",
     "sigmoid": "sigmoid({})",
-}  # fmt: skip
+}
 #: Taken by float and Vec alike.
 MIXED = (*ARITHMETIC, "neg")
 
@@ -195,9 +214,13 @@ def emitted_reader(reader: Reader, name: str) -> str:
         node.op == "column" and node.value == 1 for node in ancestors([factor, *statistics])
     )
     return READER.format(
-        name=name, inputs=reader.columns, statistics=len(statistics), left_out=reader.left_out,
-        norms=str(norms).lower(), body=w.result(),
-    )  # fmt: skip
+        name=name,
+        inputs=reader.columns,
+        statistics=len(statistics),
+        left_out=reader.left_out,
+        norms=str(norms).lower(),
+        body=w.result(),
+    )
 
 
 def functor(term: Term) -> str:
@@ -231,9 +254,12 @@ def functor(term: Term) -> str:
         ]
     functions = (OPEN if distance is None else OPEN_WITH_DISTANCE) + PULL
     return STRUCT.format(
-        rows=term.rows, columns=term.columns, heads=term.heads,
-        state="\n".join(state), functions=functions.format(**texts).rstrip(),
-    )  # fmt: skip
+        rows=term.rows,
+        columns=term.columns,
+        heads=term.heads,
+        state="\n".join(state),
+        functions=functions.format(**texts).rstrip(),
+    )
 
 
 def write_forward(node: Node, target: str, read: set[Node], indent: int) -> str:

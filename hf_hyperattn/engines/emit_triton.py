@@ -17,13 +17,33 @@ from .trace import GRAD, LEAVES, Node, Traced, Untraceable, trace
 
 #: Names that are not Triton's own are functions of triton/arithmetic.py.
 EXPRESSIONS = {
-    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "lt": "{} < {}",
-    "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "not": "~{}",
-    "where": "tl.where({}, {}, {})", "max": "larger({}, {})", "min": "smaller({}, {})", "abs": "tl.abs({})",
-    "sqrt": "tl.sqrt({})", "exp": "exp({})", "expm1": "expm1({})", "log": "tl.log({})", "log1p": "log1p({})",
-    "acosh1p": "log1p({} + {})", "sinh": "sinh({})", "cosh": "cosh({})", "cosh_of_sinh": "cosh_of_sinh({})",
-    "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})",
-}  # fmt: skip
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": "{} / {}",
+    "neg": "-{}",
+    "lt": "{} < {}",
+    "le": "{} <= {}",
+    "eq": "{} == {}",
+    "and": "{} & {}",
+    "or": "{} | {}",
+    "not": "~{}",
+    "where": "tl.where({}, {}, {})",
+    "max": "larger({}, {})",
+    "min": "smaller({}, {})",
+    "abs": "tl.abs({})",
+    "sqrt": "tl.sqrt({})",
+    "exp": "exp({})",
+    "expm1": "expm1({})",
+    "log": "tl.log({})",
+    "log1p": "log1p({})",
+    "acosh1p": "log1p({} + {})",
+    "sinh": "sinh({})",
+    "cosh": "cosh({})",
+    "cosh_of_sinh": "cosh_of_sinh({})",
+    "tanh": "tanh({})",
+    "sigmoid": "tl.sigmoid({})",
+}
 
 
 class SumOfTerms(Term):

@@ -245,8 +245,15 @@ def flags() -> list[str]:
 def flags_for(tuned: Sequence[str]) -> list[str]:
     """Flags of the compiler: fast arithmetic that still knows infinities, for the CPUs that `tuned` says."""
     return [
-        "-O3", "-std=c++20", "-fPIC", *tuned, "-fopenmp", "-ffast-math", "-fno-finite-math-only", "-Wno-psabi",
-    ]  # fmt: skip
+        "-O3",
+        "-std=c++20",
+        "-fPIC",
+        *tuned,
+        "-fopenmp",
+        "-ffast-math",
+        "-fno-finite-math-only",
+        "-Wno-psabi",
+    ]
 
 
 @functools.cache

@@ -187,10 +187,28 @@ def _softplus(g: Graph, x, beta=1, threshold=20) -> Node:
 
 #: What a term may call, by ATen's names: from its arguments, nodes or Python numbers, to a node.
 OPERATORS: dict[str, Callable[..., Node]] = {
-    **{op: partial(_apply, op) for op in (
-        "mul", "div", "neg", "abs", "sqrt", "exp", "log", "expm1", "sinh", "cosh", "tanh", "sigmoid",
-        "where", "lt", "le", "eq", "detach",
-    )},
+    **{
+        op: partial(_apply, op)
+        for op in (
+            "mul",
+            "div",
+            "neg",
+            "abs",
+            "sqrt",
+            "exp",
+            "log",
+            "expm1",
+            "sinh",
+            "cosh",
+            "tanh",
+            "sigmoid",
+            "where",
+            "lt",
+            "le",
+            "eq",
+            "detach",
+        )
+    },
     "maximum": partial(_apply, "max"),
     "minimum": partial(_apply, "min"),
     "add": partial(_sum, "add"),
@@ -212,14 +230,18 @@ OPERATORS: dict[str, Callable[..., Node]] = {
     "gt": lambda g, a, b: g.node("lt", b, a),
     "ge": lambda g, a, b: g.node("le", b, a),
     "ne": lambda g, a, b: ~g.node("eq", a, b),
-    **{f"{kind}_{op}": partial(_apply, op) for kind in ("logical", "bitwise") for op in ("and", "or", "not")},
+    **{
+        f"{kind}_{op}": partial(_apply, op)
+        for kind in ("logical", "bitwise")
+        for op in ("and", "or", "not")
+    },
     "scalar_tensor": lambda g, value, **_: g.number(value),
     "full_like": lambda g, x, value, **_: g.number(value),
     "zeros_like": lambda g, x, **_: g.number(0),
     "ones_like": lambda g, x, **_: g.number(1),
     "_to_copy": lambda g, x, **_: x,
     "clone": lambda g, x, **_: x,
-}  # fmt: skip
+}
 #: Why others are refused, where there is more to say than what is allowed.
 ALLOWED = "allowed are " + ", ".join(sorted(name for name in OPERATORS if name[0] != "_"))
 OWN_TENSOR = "a tensor of its own; use a statistic, a parameter, a number"

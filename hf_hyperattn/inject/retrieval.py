@@ -121,8 +121,13 @@ def needle_text(key: str, value: str) -> str:
 
 def question(key: str, value: str) -> Tail:
     """What asks for a number, and the answer."""
-    return [(f"\nQuestion: what is the secret number of the {key}?\nThe secret number of the {key} is", False),
-            (f" {value}", True)]  # fmt: skip
+    return [
+        (
+            f"\nQuestion: what is the secret number of the {key}?\nThe secret number of the {key} is",
+            False,
+        ),
+        (f" {value}", True),
+    ]
 
 
 def needle(draw: random.Random, depth: float) -> Hidden:

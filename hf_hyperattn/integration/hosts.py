@@ -26,22 +26,50 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 #: How modules and configs name each number, in order of preference.
 NAMES = {
     "heads": (
-        "num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads", "attention_heads",
-        "decoder_self_attention_heads", "groups",
+        "num_heads",
+        "num_attention_heads",
+        "n_heads",
+        "n_head",
+        "encoder_attention_heads",
+        "attention_heads",
+        "decoder_self_attention_heads",
+        "groups",
     ),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     "width": ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "encoder_dim"),
     "head_dim": (
-        "qk_head_dim", "head_dim", "attention_head_size", "head_size", "dim_per_head", "key_value_proj_dim", "d_kv",
+        "qk_head_dim",
+        "head_dim",
+        "attention_head_size",
+        "head_size",
+        "dim_per_head",
+        "key_value_proj_dim",
+        "d_kv",
         "d_head",
     ),
     "value_dim": ("v_head_dim", "value_head_dim"),
-}  # fmt: skip
+}
 #: The projections that read the host's hidden states, by the last part of their names, the query's first.
 READERS = (
-    "q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_proj_with_mqa", "q_a_proj",
-    "qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "W_pack", "in_proj", "fused_qkv", "c_q",
-)  # fmt: skip
+    "q_proj",
+    "query",
+    "q",
+    "q_lin",
+    "wq",
+    "to_q",
+    "query_proj",
+    "q_proj_with_mqa",
+    "q_a_proj",
+    "qkv",
+    "qkv_proj",
+    "c_attn",
+    "query_key_value",
+    "Wqkv",
+    "W_pack",
+    "in_proj",
+    "fused_qkv",
+    "c_q",
+)
 #: Those of queries alone, and of values.
 QUERIES = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "c_q")
 VALUES = ("v_proj", "value", "v", "v_lin", "wv", "to_v", "value_proj", "c_v")
@@ -50,12 +78,21 @@ VALUES = ("v_proj", "value", "v", "v_lin", "wv", "to_v", "value_proj", "c_v")
 ROTARY = re.compile(r"rotary|(^|_)rope(_|$|[A-Z])|Rope|RoPE|apply_rot", re.ASCII)
 #: What configs of rotary families hold, set.
 ROTARY_SETTINGS = (
-    "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_base",
-)  # fmt: skip
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rotary_dim",
+    "rotary_pct",
+    "rotary_emb_base",
+    "rotary_base",
+)
 #: Names of settings that say "rotary" for one of their values.
 ROTARY_KINDS = (
-    "position_embedding_type", "position_embeddings_type", "pos_emb_type", "position_encoding_type",
-)  # fmt: skip
+    "position_embedding_type",
+    "position_embeddings_type",
+    "pos_emb_type",
+    "position_encoding_type",
+)
 
 
 #: All names that `settings_of` reads.

@@ -57,8 +57,10 @@ class EngineCheck(Expectation):
 
     def _run(self, engine: str, dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.to(self.dtype).to(dtype).requires_grad_() for t in points()]
-        options = {n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-                   for n, t in CALLS[self.call].items()}  # fmt: skip
+        options = {
+            n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+            for n, t in CALLS[self.call].items()
+        }
         output = SCORES[self.score](*leaves, **options, enable_gqa=True, backend=engine)
         pull = torch.randn(
             output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64

@@ -53,7 +53,7 @@ def models(results: dict) -> str:
             ["exact" if int(rank) == full else way, f"{rank} ({int(rank) / full:.0%})", f"{size:,}"]
             + [f"{run['bytes'] / 1e6:.1f}", f"{cosine['mean']:.4f}", f"{cosine['least']:.4f}"]
             + [f"{100 * probe:.1f} %", f"{100 * (probe - accuracy):+.1f}"]
-        )  # fmt: skip
+        )
     return table(head, rows)
 
 

@@ -65,8 +65,15 @@ def mark_cut(axes) -> None:
     The axes' limits and scale are settled.
     """
     low, high = axes.get_ylim()
-    rims = lambda at, rim, line: axes.plot([at], [rim], "^" if rim == high else "v", color=line.get_color(),
-                                           markersize=4, clip_on=False, gid="cut")  # fmt: skip
+    rims = lambda at, rim, line: axes.plot(
+        [at],
+        [rim],
+        "^" if rim == high else "v",
+        color=line.get_color(),
+        markersize=4,
+        clip_on=False,
+        gid="cut",
+    )
     for line in [line for line in axes.get_lines() if line.get_linestyle() != "None"]:
         points = [(x, y) for x, y in zip(*line.get_data()) if math.isfinite(y)]
         if min(y for _, y in points) > high or max(y for _, y in points) < low:
@@ -175,8 +182,14 @@ def flash(results: dict) -> Figure:
     right.set(ylabel="CPU time over SDPA without a bias")
     inside = ", ".join(way for way in names if way not in WAYS and way != "SDPA, no bias")
     title = f"in both plots: a colour for each way, a mark for each dtype; in the kernel, right: {inside}"
-    figure.legend(*left.get_legend_handles_labels(), fontsize=7, ncols=4, loc="outside lower center",
-                  title=title, title_fontsize=7)  # fmt: skip
+    figure.legend(
+        *left.get_legend_handles_labels(),
+        fontsize=7,
+        ncols=4,
+        loc="outside lower center",
+        title=title,
+        title_fontsize=7,
+    )
     for axes in (left, right):
         axes.set(xticks=lengths, xticklabels=lengths, xlabel="L")
         axes.minorticks_off()
@@ -199,8 +212,18 @@ def length(results: dict) -> Figure:
         mean, deviation = list(mean), list(deviation)
         for axes in (left, right):
             dashes = "--" if "learned" in name else "-"
-            axes.errorbar(lengths, mean, deviation, color=colour, label=name, marker=shape, markersize=4,
-                          linestyle=dashes, linewidth=3 if name == "ALiBi" else 1, capsize=2)  # fmt: skip
+            axes.errorbar(
+                lengths,
+                mean,
+                deviation,
+                color=colour,
+                label=name,
+                marker=shape,
+                markersize=4,
+                linestyle=dashes,
+                linewidth=3 if name == "ALiBi" else 1,
+                capsize=2,
+            )
     for axes in (left, right):
         axes.set(xscale="log", xticks=lengths, xticklabels=lengths, xlabel="tokens read")
     left.set(
@@ -238,8 +261,15 @@ def depth(results: dict) -> Figure:
             for group in groups
         ]
         at = [g + (i - (len(kinds) - 1) / 2) * wide for g in range(len(groups))]
-        left.bar(at, [statistics.mean(v) for v in values], wide, color=colour, label=kind,
-                 yerr=[statistics.stdev(v) for v in values], error_kw={"capsize": 2, "linewidth": 1})  # fmt: skip
+        left.bar(
+            at,
+            [statistics.mean(v) for v in values],
+            wide,
+            color=colour,
+            label=kind,
+            yerr=[statistics.stdev(v) for v in values],
+            error_kw={"capsize": 2, "linewidth": 1},
+        )
         deepest, full = max(settings["depths"]), next(iter(settings["sizes"]))
         by_depth = [
             runs[depth_experiment.key_of(kind, deepest, full, s)]["accuracy_by_depth"]

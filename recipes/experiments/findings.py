@@ -373,8 +373,10 @@ def hat_pairs(other: str) -> Found:
     from scipy.stats import binomtest
 
     results, won, lost = load("hat_imdb"), 0, 0
-    runs = {name: [results["runs"][f"{name}, seed {seed}"] for seed in results["settings"]["seeds"]]
-            for name in ("HAT", other, "segments alone")}  # fmt: skip
+    runs = {
+        name: [results["runs"][f"{name}, seed {seed}"] for seed in results["settings"]["seeds"]]
+        for name in ("HAT", other, "segments alone")
+    }
     for mine, theirs in zip(runs["HAT"], runs[other]):
         won += sum(a > b for a, b in zip(mine["right"], theirs["right"]))
         lost += sum(a < b for a, b in zip(mine["right"], theirs["right"]))
@@ -670,8 +672,11 @@ def vision_gammas() -> Found:
     from scipy.stats import ttest_rel
 
     values = vision_tables.whole(load("vision"))
-    tests = {(kind, gamma): (values[kind, gamma], values[kind, 1.0])
-             for kind in vision.CONES for gamma in vision.GAMMAS[1:]}  # fmt: skip
+    tests = {
+        (kind, gamma): (values[kind, gamma], values[kind, 1.0])
+        for kind in vision.CONES
+        for gamma in vision.GAMMAS[1:]
+    }
     said = (
         f"{kind}, gamma {gamma:g}: {tables.paired(*both, 2)}"
         for (kind, gamma), both in tests.items()

@@ -105,8 +105,11 @@ def fusion(results: dict) -> str:
     with a penalty less without.
     """
     stock, every = losses(results["runs"]["stock"]["perplexity"]), len(results["settings"]["seeds"])
-    gains = {way: [100 * (losses(run["perplexity"]) - stock) for run in seeds(results, way, "trained")]
-             for way, wanted in results["settings"]["ways"].items() if wanted["trained"]}  # fmt: skip
+    gains = {
+        way: [100 * (losses(run["perplexity"]) - stock) for run in seeds(results, way, "trained")]
+        for way, wanted in results["settings"]["ways"].items()
+        if wanted["trained"]
+    }
     usual, static = gains["input-dependent"], gains["static"]
     tests = {
         f"{way} against none": (gains[way], [0.0] * len(gains[way]))
@@ -162,10 +165,18 @@ def plot(results: dict):
             at = [100 * s for s in settings["shares"]]
             if ranking in (BETA_PER_TOKEN, RANDOM_PER_TOKEN):
                 at = dropped_per_token(results, way)
-            axes.plot(at, [statistics.geometric_mean(x) for x in found], color=colours[ranking], marker="o",
-                      markersize=4, linewidth=1, label=ranking)  # fmt: skip
-            axes.fill_between(at, list(map(min, found)), list(map(max, found)), color=colours[ranking],
-                              alpha=0.15)  # fmt: skip
+            axes.plot(
+                at,
+                [statistics.geometric_mean(x) for x in found],
+                color=colours[ranking],
+                marker="o",
+                markersize=4,
+                linewidth=1,
+                label=ranking,
+            )
+            axes.fill_between(
+                at, list(map(min, found)), list(map(max, found)), color=colours[ranking], alpha=0.15
+            )
         axes.set(yscale="log", xlabel="heads dropped, %", yticks=TICKS, yticklabels=TICKS)
         axes.minorticks_off()
         axes.set_title(way, fontsize=9)
@@ -173,8 +184,15 @@ def plot(results: dict):
     drawn = {
         name: handle for axes in plots for handle, name in zip(*axes.get_legend_handles_labels())
     }
-    figure.legend(drawn.values(), drawn, fontsize=7, ncols=4, loc="outside lower center",
-                  title="line: geometric mean, shade: from the least to the largest", title_fontsize=7)  # fmt: skip
+    figure.legend(
+        drawn.values(),
+        drawn,
+        fontsize=7,
+        ncols=4,
+        loc="outside lower center",
+        title="line: geometric mean, shade: from the least to the largest",
+        title_fontsize=7,
+    )
     return figure
 
 

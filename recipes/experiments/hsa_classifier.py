@@ -24,17 +24,25 @@ from .store import Experiment
 WINDOWS = [2, 8, 64, 1024]
 SETTINGS = {
     "ways": {
-        "both, 2-8-64-1024, diagonal masked": {"tying": "both", "windows": WINDOWS, "keep_diagonal": False},
+        "both, 2-8-64-1024, diagonal masked": {
+            "tying": "both",
+            "windows": WINDOWS,
+            "keep_diagonal": False,
+        },
         "both, 2-8-64-1024": {"tying": "both", "windows": WINDOWS},
         "key, 16-64, near 32, top 4": {
-            "tying": "key", "windows": [16, 64], "near": 32, "sinks": 1, "refine_top_k": 4
+            "tying": "key",
+            "windows": [16, 64],
+            "near": 32,
+            "sinks": 1,
+            "refine_top_k": 4,
         },
     },
     "test": 500,
     "seed": 3,
     "length": 512,
     "batch": 8,
-}  # fmt: skip
+}
 
 
 def experiment(model: str, layers: list[int]) -> Experiment:
@@ -79,9 +87,12 @@ def accuracy(settings: dict, way: str | None) -> dict:
         for start in range(0, len(order), settings["batch"]):
             mine = order[start : start + settings["batch"]]
             batch = tokenizer(
-                [rows[i][0] for i in mine], padding=True, truncation=True, max_length=settings["length"],
+                [rows[i][0] for i in mine],
+                padding=True,
+                truncation=True,
+                max_length=settings["length"],
                 return_tensors="pt",
-            )  # fmt: skip
+            )
             for i, guess in zip(mine, model(**batch).logits.argmax(-1).tolist()):
                 right[i] = int(guess == rows[i][1])
     finally:

@@ -18,9 +18,12 @@ SETTINGS = {
     "seeds": [0, 1, 2, 3, 4],
     # On test images that nothing else reads.
     "search": {"seed": 100, "first": 4000, "rates": [2e-3, 4e-3, 8e-3]},
-    "task": {name: value for name, value in hsa_joined.SETTINGS.items()
-             if name not in ("models", "seeds", "layers", "learning_rate")},
-}  # fmt: skip
+    "task": {
+        name: value
+        for name, value in hsa_joined.SETTINGS.items()
+        if name not in ("models", "seeds", "layers", "learning_rate")
+    },
+}
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:

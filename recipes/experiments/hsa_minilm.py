@@ -24,17 +24,43 @@ PAPER = [2, 8, 64, 1024]
 SETTINGS = {
     "ways": {
         "key, 16-64, near 32, top 4": {
-            "tying": "key", "windows": [16, 64], "near": 32, "sinks": 1, "refine_top_k": 4
+            "tying": "key",
+            "windows": [16, 64],
+            "near": 32,
+            "sinks": 1,
+            "refine_top_k": 4,
         },
-        "key, 8, near 16, top 4": {"tying": "key", "windows": [8], "near": 16, "sinks": 1, "refine_top_k": 4},
+        "key, 8, near 16, top 4": {
+            "tying": "key",
+            "windows": [8],
+            "near": 16,
+            "sinks": 1,
+            "refine_top_k": 4,
+        },
         "both, 2-8-64-1024": {"tying": "both", "windows": PAPER},
         "both, 16": {"tying": "both", "windows": [16]},
-        "key, 8, near 16": {"tying": "key", "windows": [8], "near": 16, "sinks": 1, "refine_top_k": 0},
+        "key, 8, near 16": {
+            "tying": "key",
+            "windows": [8],
+            "near": 16,
+            "sinks": 1,
+            "refine_top_k": 0,
+        },
         "both, sentences and words": {"tying": "both", "text": ["sentence", "word"]},
         "both, 2-8-64-1024 beside CLS and SEP": {"tying": "both", "beside": PAPER},
-        "both, 2-8-64-1024, diagonal masked": {"tying": "both", "windows": PAPER, "keep_diagonal": False},
+        "both, 2-8-64-1024, diagonal masked": {
+            "tying": "both",
+            "windows": PAPER,
+            "keep_diagonal": False,
+        },
         "both, 16 beside CLS and SEP": {"tying": "both", "beside": [16]},
-        "key, 2-8-64-1024": {"tying": "key", "windows": PAPER, "near": 0, "sinks": 1, "refine_top_k": 0},
+        "key, 2-8-64-1024": {
+            "tying": "key",
+            "windows": PAPER,
+            "near": 0,
+            "sinks": 1,
+            "refine_top_k": 0,
+        },
     },
     "interleaved": [1, 3, 5],
     "interleaved_in": ["both, 2-8-64-1024", "both, 2-8-64-1024, diagonal masked"],
@@ -43,7 +69,7 @@ SETTINGS = {
     "chosen_on": {"verses": 8, "glosses": 8, "reviews": 8},
     "read_on": {"verses": 200, "glosses": 150, "reviews": 150},
     "batch": 16,
-}  # fmt: skip
+}
 #: Seeds of the texts that layers are chosen on, and of those that are read.
 CHOSEN, READ = 1, 2
 
@@ -121,9 +147,13 @@ def embeddings(settings: dict, texts: list[str], way: dict | None) -> Tensor:
         rows = order[start : start + settings["batch"]]
         batch = [texts[i] for i in rows]
         encoding = tokenizer(
-            batch, padding=True, truncation=True, max_length=settings["length"], return_offsets_mapping=True,
+            batch,
+            padding=True,
+            truncation=True,
+            max_length=settings["length"],
+            return_offsets_mapping=True,
             return_tensors="pt",
-        )  # fmt: skip
+        )
         hierarchy = None if way is None else hierarchy_of(way, batch, encoding)
         asked = {} if hierarchy is None else {"hierarchy": hierarchy}
         mask = encoding["attention_mask"]

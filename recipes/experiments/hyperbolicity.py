@@ -41,9 +41,21 @@ SETTINGS = {
     "kinds": ["dot product", "Euclidean distance", "hyperbolic distance"],
     "depths": [10],
     "seeds": [0, 1, 2],
-    "task": {name: depth_experiment.SETTINGS[name] for name in
-             ("leaves", "named", "width", "heads", "layers", "steps", "batch", "test_pairs", "weight_decay")},
-}  # fmt: skip
+    "task": {
+        name: depth_experiment.SETTINGS[name]
+        for name in (
+            "leaves",
+            "named",
+            "width",
+            "heads",
+            "layers",
+            "steps",
+            "batch",
+            "test_pairs",
+            "weight_decay",
+        )
+    },
+}
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:

@@ -168,8 +168,15 @@ def plot(results: dict):
     for i, kind in enumerate(kinds):
         found = [[of_keys(run["after"]) for run in seeds(results, level, kind)] for level in levels]
         at = [x + (i - 1) * 0.25 for x in range(len(levels))]
-        axes.bar(at, [statistics.mean(x) if x else 0 for x in found], 0.22, color=figures.SCORES[kind], label=kind,
-                 yerr=[statistics.stdev(x) if len(x) > 1 else 0 for x in found], capsize=3)  # fmt: skip
+        axes.bar(
+            at,
+            [statistics.mean(x) if x else 0 for x in found],
+            0.22,
+            color=figures.SCORES[kind],
+            label=kind,
+            yerr=[statistics.stdev(x) if len(x) > 1 else 0 for x in found],
+            capsize=3,
+        )
     axes.set(xticks=range(len(levels)), xticklabels=[f"depth {level}" for level in levels])
     axes.set(ylabel="rank correlation of keys' norms\nwith the level of the node")
     axes.axhline(0, color="black", linewidth=0.6)

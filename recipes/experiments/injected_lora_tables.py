@@ -44,8 +44,13 @@ def pairs(results: dict) -> str:
     """How much less is lost where injection comes first, seed by seed; and how much more than by LoRA alone."""
     rows = []
     for label, row, own in ((AFTER, AFTER, False), ("LoRA alone", AFTER, True)):
-        both = [([-x for x in values(results, FIRST, what)], [-x for x in values(results, row, what, own)])
-                for what in READ]  # fmt: skip
+        both = [
+            (
+                [-x for x in values(results, FIRST, what)],
+                [-x for x in values(results, row, what, own)],
+            )
+            for what in READ
+        ]
         if all(mine and others for mine, others in both):
             power = max(detectable(*one) for one in both)
             rows.append([label, *(paired(*one) for one in both), f"{power:.1f}"])

@@ -86,15 +86,19 @@ def searched(settings: dict, row: str, rate: float) -> dict:
     errors = []
     with torch.no_grad():
         for layer, (attention, _) in attentions.items():
-            errors += [error(attention, *taught(settings, layer, "search", i)).item()
-                       for i in range(settings["windows"]["search"])]  # fmt: skip
+            errors += [
+                error(attention, *taught(settings, layer, "search", i)).item()
+                for i in range(settings["windows"]["search"])
+            ]
     return {"error": round(statistics.mean(errors), 5)}
 
 
 def untrained(settings: dict, row: str) -> dict:
     """A row before its training, for every k; what is drawn is drawn as for the first seed."""
-    return {k: read(settings, model_of(settings, row, layers, settings["seeds"][0]))
-            for k, layers in settings["layers"].items()}  # fmt: skip
+    return {
+        k: read(settings, model_of(settings, row, layers, settings["seeds"][0]))
+        for k, layers in settings["layers"].items()
+    }
 
 
 def train_at_best(settings: dict, found: dict, row: str, seed: int) -> dict:

@@ -162,8 +162,10 @@ def depth_pairs(results: dict) -> str:
     """
     rows = []
     for group in [*depth_groups(results), None]:
-        values = {k: depth_means(results, k) if group is None else depth_accuracies(results, k, *group)
-                  for k in results["settings"]["kinds"]}  # fmt: skip
+        values = {
+            k: depth_means(results, k) if group is None else depth_accuracies(results, k, *group)
+            for k in results["settings"]["kinds"]
+        }
         for kind in results["settings"]["kinds"][1:]:
             mine = values[kind]
             others = {

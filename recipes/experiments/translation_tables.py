@@ -88,8 +88,10 @@ def pairs(results: dict, measure: str = "bleu") -> str:
 def again(results: dict) -> str:
     """BLEU and loss of the rows that were run with other seeds, and how the first of them differs from the others."""
     settings, found = results["settings"]["again"], []
-    runs = {kind: done(results, (key_of(kind, width, seed) for seed in settings["seeds"]))
-            for kind, width in settings["rows"]}  # fmt: skip
+    runs = {
+        kind: done(results, (key_of(kind, width, seed) for seed in settings["seeds"]))
+        for kind, width in settings["rows"]
+    }
     if any(len(row) < len(settings["seeds"]) for row in runs.values()):
         return table(["score", "BLEU", "loss, nats a token"], [])
     first, *_ = values = {
@@ -149,8 +151,16 @@ def plot(results: dict):
         for kind in names:
             widths = sorted(width for other, width in whole(results) if other == kind)
             values = [[run[measure] for run in seeds(results, kind, width)] for width in widths]
-            axes.errorbar(widths, list(map(statistics.mean, values)), list(map(statistics.stdev, values)),
-                          color=figures.SCORES[kind], marker="o", markersize=4, capsize=2, label=kind)  # fmt: skip
+            axes.errorbar(
+                widths,
+                list(map(statistics.mean, values)),
+                list(map(statistics.stdev, values)),
+                color=figures.SCORES[kind],
+                marker="o",
+                markersize=4,
+                capsize=2,
+                label=kind,
+            )
         widths = sorted({width for _, width in results["settings"]["rows"]})
         axes.set(xscale="log", xticks=widths, xticklabels=widths, ylabel=label)
         axes.set(xlabel="width of a head's queries and keys")

@@ -18,14 +18,40 @@ from .three_way_model import Reader
 
 SETTINGS = {
     "kinds": {
-        "three-way": {"three_way": True, "width": 64, "heads": 4, "head_width": 16, "layers": 1, "steps": 1000},
+        "three-way": {
+            "three_way": True,
+            "width": 64,
+            "heads": 4,
+            "head_width": 16,
+            "layers": 1,
+            "steps": 1000,
+        },
         # as many parameters: wider heads in place of the second keys and values
-        "pairwise": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 1, "steps": 2000},
-        "pairwise, wider": {"three_way": False, "width": 128, "heads": 8, "head_width": 16, "layers": 1,
-                            "steps": 2000},
+        "pairwise": {
+            "three_way": False,
+            "width": 64,
+            "heads": 4,
+            "head_width": 24,
+            "layers": 1,
+            "steps": 2000,
+        },
+        "pairwise, wider": {
+            "three_way": False,
+            "width": 128,
+            "heads": 8,
+            "head_width": 16,
+            "layers": 1,
+            "steps": 2000,
+        },
         # a pair in the first layer, its third token in the second
-        "pairwise, two layers": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 2,
-                                 "steps": 2000},
+        "pairwise, two layers": {
+            "three_way": False,
+            "width": 64,
+            "heads": 4,
+            "head_width": 24,
+            "layers": 2,
+            "steps": 2000,
+        },
     },
     "modulus": 32,
     "length": 8,
@@ -35,7 +61,7 @@ SETTINGS = {
     "weight_decay": 0.01,
     "test_sequences": 2048,
     "looks": 10,
-}  # fmt: skip
+}
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:

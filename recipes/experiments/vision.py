@@ -178,8 +178,14 @@ def train(
 
     loss = fit(model, batch_loss, steps, rate, settings["weight_decay"])
     found = accuracy(model.eval(), data.in_order(part, 250), device)
-    learned = {n: [log for layer in model.deit.layers for log in layer.attention.scored.logs[n].exp().tolist()]
-               for n in model.deit.layers[0].attention.scored.logs}  # fmt: skip
+    learned = {
+        n: [
+            log
+            for layer in model.deit.layers
+            for log in layer.attention.scored.logs[n].exp().tolist()
+        ]
+        for n in model.deit.layers[0].attention.scored.logs
+    }
     return {
         "accuracy": round(found, 5),
         "loss": round(loss, 5),

@@ -93,8 +93,13 @@ def plot(results: dict):
     found, (figure, left, right) = whole(results), figures.pair()
     kinds = [kind for kind, gamma in found if gamma == 1.0]
     values = [found[kind, 1.0] for kind in kinds]
-    left.barh(kinds, list(map(statistics.mean, values)), xerr=list(map(statistics.stdev, values)),
-              color=[figures.SCORES[kind] for kind in kinds], error_kw={"capsize": 2, "linewidth": 1})  # fmt: skip
+    left.barh(
+        kinds,
+        list(map(statistics.mean, values)),
+        xerr=list(map(statistics.stdev, values)),
+        color=[figures.SCORES[kind] for kind in kinds],
+        error_kw={"capsize": 2, "linewidth": 1},
+    )
     every = [value for row in found.values() for value in row]
     left.set(xlim=(min(every) - 2, max(every) + 1), xlabel="accuracy, %; gamma 1")
     left.invert_yaxis()
@@ -103,9 +108,16 @@ def plot(results: dict):
             (gamma, found[kind, gamma]) for gamma in sorted(GAMMAS) if (kind, gamma) in found
         ]
         if of_kind:
-            right.errorbar([g for g, _ in of_kind], [statistics.mean(v) for _, v in of_kind],
-                           [statistics.stdev(v) for _, v in of_kind], color=figures.SCORES[kind], marker="o",
-                           markersize=4, capsize=2, label=kind)  # fmt: skip
+            right.errorbar(
+                [g for g, _ in of_kind],
+                [statistics.mean(v) for _, v in of_kind],
+                [statistics.stdev(v) for _, v in of_kind],
+                color=figures.SCORES[kind],
+                marker="o",
+                markersize=4,
+                capsize=2,
+                label=kind,
+            )
     right.set(xscale="log", xticks=GAMMAS, xticklabels=[f"{g:g}" for g in GAMMAS])
     right.set(xlabel="gamma at the start", ylabel="accuracy, %")
     right.minorticks_off()

@@ -20,9 +20,14 @@ MIB = 2**20
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
     return LlamaForCausalLM(config)
 
 

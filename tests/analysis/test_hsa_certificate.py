@@ -115,8 +115,10 @@ def test_a_hierarchy_of_the_text_in_place_of_windows():
 
 def test_both_loses_no_less_than_key():
     model, inputs = encoder(), batch("right")
-    pair = [certificate(model, inputs, HsaConfig(windows=(3, 6), tying=t, **r)) for t, r in (
-        ("both", {}), ("key", {"near": 0, "sinks": 0, "refine_top_k": 0}))]  # fmt: skip
+    pair = [
+        certificate(model, inputs, HsaConfig(windows=(3, 6), tying=t, **r))
+        for t, r in (("both", {}), ("key", {"near": 0, "sinks": 0, "refine_top_k": 0}))
+    ]
     for both, key in zip(*pair, strict=True):
         assert all(x >= y >= 0 for x, y in zip(both.heads, key.heads, strict=True))
 

@@ -166,7 +166,11 @@ def test_mixtures_are_told_apart_by_task():
     assert len(made) == 8 and len({tuple(parts["needle"].ids.tolist()) for parts in made}) == 8
     for parts in made:
         assert {task: len(e.spans) for task, e in parts.items()} == {
-            "needle": 10, "few_shot": 9, "variables": 5, "needle_values": 4}  # fmt: skip
+            "needle": 10,
+            "few_shot": 9,
+            "variables": 5,
+            "needle_values": 4,
+        }
         text = lambda start, stop, ids=parts["needle"].ids: tokenizer.decode(ids[start:stop])
         assert all(text(0, start).endswith("is") for start, _ in parts["needle"].spans)
         assert {text(*span).strip() for span in parts["few_shot"].spans} == set(retrieval.KINDS)

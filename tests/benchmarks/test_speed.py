@@ -146,8 +146,14 @@ def test_jobs_begin_with_the_table_and_come_once():
     assert len({job.key for job in found}) == len(found) == len(set(found))
     full = jobs(ways, models, "cpu", full=True)
     assert full[: len(found)] == found
-    for name, wanted in {"length": {512, 65536}, "dim": {16, 256}, "threads": {1, 2}, "causal": {True, False},
-                         "dtype": {"float32", "bfloat16"}, "kind": {"prefill", "decode"}}.items():  # fmt: skip
+    for name, wanted in {
+        "length": {512, 65536},
+        "dim": {16, 256},
+        "threads": {1, 2},
+        "causal": {True, False},
+        "dtype": {"float32", "bfloat16"},
+        "kind": {"prefill", "decode"},
+    }.items():
         assert wanted <= {getattr(job.case, name) for job in full}, name
     assert all(job.way != "flex" or job.case.kind == "forward" for job in full)
     gpu = jobs(ways, models, "cuda", full=True)
@@ -229,9 +235,18 @@ def test_tables_hold_what_was_measured_and_mark_what_is_missed():
     ways = {name: operation.ways()[:1] for name, operation in OPERATIONS.items()}
     found = {}
     for index, job in enumerate(sweep(ways, {"threads": (1, 2)}, kinds=("forward", "training"))):
-        found[job.key] = {"status": "ok", "median": 1.0 + index / 1e3, "q1": 1.0, "q3": 1.1, "way_mib": 7.0,
-                          "error": 1e-6, "way": job.way, "limit": OPERATIONS[job.subject].limit(job.way, job.case),
-                          "commit": "abc", "date": "2026-01-01"}  # fmt: skip
+        found[job.key] = {
+            "status": "ok",
+            "median": 1.0 + index / 1e3,
+            "q1": 1.0,
+            "q3": 1.1,
+            "way_mib": 7.0,
+            "error": 1e-6,
+            "way": job.way,
+            "limit": OPERATIONS[job.subject].limit(job.way, job.case),
+            "commit": "abc",
+            "date": "2026-01-01",
+        }
     missed = next(
         key for key in found if key.startswith("umbral") and "1x8x2048x64 full fp32 1t" in key
     )
@@ -255,9 +270,13 @@ X86 = "model name : AMD EPYC\ncpu family : 25\nmodel : 17\nflags : fma avx2 avx5
 ARM = "processor : 0\nCPU implementer : 0x41\nCPU part : 0xd0c\nFeatures : fp asimd\n"
 
 
-@pytest.mark.parametrize("told, name", [
-    (X86, "AMD EPYC (family 25, model 17, avx512_bf16)"), (ARM, "neoverse (implementer 0x41, part 0xd0c)")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "told, name",
+    [
+        (X86, "AMD EPYC (family 25, model 17, avx512_bf16)"),
+        (ARM, "neoverse (implementer 0x41, part 0xd0c)"),
+    ],
+)
 def test_a_chip_is_more_than_its_name(told, name, monkeypatch):
     monkeypatch.setattr(common.Path, "exists", lambda path: True)
     monkeypatch.setattr(common.Path, "read_text", lambda path: told)
@@ -308,9 +327,19 @@ def test_rows_of_a_gpu_come_first_by_what_is_held_to_something_and_are_drawn():
     first = found[: 24 * len(held)]  # three lengths, two dimensions, two directions, two kinds
     assert {job.subject for job in first} == set(held) and {job.way for job in first} == {"triton"}
     rows = {
-        job.key: {"status": "ok", "median": 1.3, "q1": 1.2, "q3": 1.4, "way_mib": 7.0, "limit": None,
-                  "way": job.way, "commit": "abc", "date": "2026-01-01"} for job in found
-    }  # fmt: skip
+        job.key: {
+            "status": "ok",
+            "median": 1.3,
+            "q1": 1.2,
+            "q3": 1.4,
+            "way_mib": 7.0,
+            "limit": None,
+            "way": job.way,
+            "commit": "abc",
+            "date": "2026-01-01",
+        }
+        for job in found
+    }
     where = {"chip": "some GPU", "torch": "2", "transformers": "5", "python": "3"}
     text = page.section({"environment": where, "rows": rows})
     for line in (

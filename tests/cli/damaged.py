@@ -125,7 +125,9 @@ OF_RECORD = {
     "record of another format": values(CONFIG, hyperattn=RECORD | {"format": 99}),
     "record of a format in words": values(CONFIG, hyperattn=RECORD | {"format": "one"}),
     "record with an unknown key": values(CONFIG, hyperattn=RECORD | {"colour": "red"}),
-    "record of an unknown mechanism": values(CONFIG, hyperattn=RECORD | {"mechanisms": [{"mechanism": "x\ny"}]}),
+    "record of an unknown mechanism": values(
+        CONFIG, hyperattn=RECORD | {"mechanisms": [{"mechanism": "x\ny"}]}
+    ),
     "record of no mechanism": values(CONFIG, hyperattn=RECORD | {"mechanisms": []}),
     "record of numbers": values(CONFIG, hyperattn=RECORD | {"mechanisms": [1]}),
     "record with a number out of range": values(
@@ -151,9 +153,10 @@ OF_RECORD = {
     "index a list": lambda f: [gone(WEIGHTS)(f), text(f"{WEIGHTS}.index.json", "[]")(f)],
     "index without a map": lambda f: [gone(WEIGHTS)(f), text(f"{WEIGHTS}.index.json", "{}")(f)],
     "index of shards that are not there": lambda f: [
-        gone(WEIGHTS)(f), text(f"{WEIGHTS}.index.json", '{"metadata": {}, "weight_map": {"a": "model-1.bin"}}')(f)
+        gone(WEIGHTS)(f),
+        text(f"{WEIGHTS}.index.json", '{"metadata": {}, "weight_map": {"a": "model-1.bin"}}')(f),
     ],
-}  # fmt: skip
+}
 #: Read by what needs a tokenizer.
 OF_TOKENIZER = {
     "tokenizer cut": cut("tokenizer.json", 0.5),

@@ -62,9 +62,14 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 #: Wrong without any command, and what makes a right line of any command wrong.
 NO_COMMAND = (["fly"], ["--fly"], ["demos"], [""], ["-1"], ["describe\n"], ["--version=3"])
 TOO_MUCH = (
-    ["--unknown"], ["--unknown=3"], ["-z"], ["--", "one", "more", "x"], ["--traceback=yes"], ["--TRACEBACK"],
+    ["--unknown"],
+    ["--unknown=3"],
+    ["-z"],
+    ["--", "one", "more", "x"],
+    ["--traceback=yes"],
+    ["--TRACEBACK"],
     ["more words", "than\nthere may be", "x"],
-)  # fmt: skip
+)
 #: Wrong values of an option by its type, besides those of all numbers.
 OF_TYPE = {int: ("1.5",), float: ("nan", "inf", "-inf", "0")}
 PROGRESS = ("loading", "reading", "looking at cone")
@@ -144,33 +149,86 @@ PLACES = [
 ]
 #: Right lines, and what makes each wrong.
 BESIDES = [
-    (INJECT, (
-        ["--rank", "4"], ["--mechanism", "cone"], ["--mechanism", ""], ["--text"], ["--text", "text.txt", "text.txt"],
-        ["--length", "97"], ["--length", "63"], ["--rows", "15"], ["--budget", "1"], ["--pairs", "1.01"],
-        ["--text", "text.txt", "missing.txt"],
-    )),
-    (["inject", *COLLABORATIVE], (
-        ["--budget", "0.1"], ["--pairs", "0.5"], ["--rows", "32"], ["--length", "64"], ["--rank", "0"],
-        ["--rank", "-5"], ["--rank", "1" + "0" * 30], ["--rank", "33"], ["--text"], ["--seed", "-1"],
-    )),
-    (HEAL, (
-        ["--lora", "0"], ["--lr", "2"], ["--patch-lr", "0"], ["--steps", "0"], ["--length", "97"], ["--seed", "-1"],
-        ["--save-every", "0"], ["--device", "abacus"], ["--text", "text.txt", "text.txt"], ["--text", "brief.txt"],
-    )),
+    (
+        INJECT,
+        (
+            ["--rank", "4"],
+            ["--mechanism", "cone"],
+            ["--mechanism", ""],
+            ["--text"],
+            ["--text", "text.txt", "text.txt"],
+            ["--length", "97"],
+            ["--length", "63"],
+            ["--rows", "15"],
+            ["--budget", "1"],
+            ["--pairs", "1.01"],
+            ["--text", "text.txt", "missing.txt"],
+        ),
+    ),
+    (
+        ["inject", *COLLABORATIVE],
+        (
+            ["--budget", "0.1"],
+            ["--pairs", "0.5"],
+            ["--rows", "32"],
+            ["--length", "64"],
+            ["--rank", "0"],
+            ["--rank", "-5"],
+            ["--rank", "1" + "0" * 30],
+            ["--rank", "33"],
+            ["--text"],
+            ["--seed", "-1"],
+        ),
+    ),
+    (
+        HEAL,
+        (
+            ["--lora", "0"],
+            ["--lr", "2"],
+            ["--patch-lr", "0"],
+            ["--steps", "0"],
+            ["--length", "97"],
+            ["--seed", "-1"],
+            ["--save-every", "0"],
+            ["--device", "abacus"],
+            ["--text", "text.txt", "text.txt"],
+            ["--text", "brief.txt"],
+        ),
+    ),
     (["heal", "model", *RIGHT["heal"][1:]], ([],)),
-    (["demo", *RIGHT["demo"]], (
-        ["--prompt", ""], ["--prompt", "\n"], ["--device", "abacus"], ["--device", ""], ["--device", "cuda:99"],
-        ["--length", "97"], ["--length", "1"], ["--tokens", "31"], ["--generate", "0"],
-    )),
-    ([*LOOK, "--out", "out"], (
-        ["--length", "97"], ["--length", "31"], ["--query", "96"], ["--query", "-1"], ["--layers", "2"],
-        ["--layers", "some"], ["--layers", ""], ["--layers", "0,9"], ["--layers", "1-2"],
-    )),
+    (
+        ["demo", *RIGHT["demo"]],
+        (
+            ["--prompt", ""],
+            ["--prompt", "\n"],
+            ["--device", "abacus"],
+            ["--device", ""],
+            ["--device", "cuda:99"],
+            ["--length", "97"],
+            ["--length", "1"],
+            ["--tokens", "31"],
+            ["--generate", "0"],
+        ),
+    ),
+    (
+        [*LOOK, "--out", "out"],
+        (
+            ["--length", "97"],
+            ["--length", "31"],
+            ["--query", "96"],
+            ["--query", "-1"],
+            ["--layers", "2"],
+            ["--layers", "some"],
+            ["--layers", ""],
+            ["--layers", "0,9"],
+            ["--layers", "1-2"],
+        ),
+    ),
     (["describe"], ([], ["model", "model"])),
     (["card"], ([], ["model"], ["unpatched", "--write"])),
     (["push"], (["patched"], ["unpatched", "who/what", "--dry-run"])),
     (["export"], (["model", "--remote-code"], ["unpatched", "out", "--remote-code"])),
-]  # fmt: skip
+]
 
 
 def replaced(right: list[str], more: list[str]) -> list[str]:

@@ -80,8 +80,13 @@ def test_rows_are_what_the_model_does(capsys, model, text):
     assert float(rows["cone, replaced"][4]) > 1e-2
     assert "this loses the model's quality" in " ".join(out.split())
     assert err.splitlines() == [
-        "loading", "stock (sdpa)", "hsa, defaults", "cone, patched in", "loading", "cone, replaced"
-    ]  # fmt: skip
+        "loading",
+        "stock (sdpa)",
+        "hsa, defaults",
+        "cone, patched in",
+        "loading",
+        "cone, replaced",
+    ]
 
 
 def test_generation_is_shown_and_the_patched_model_saved(capsys, model, text, tmp_path):

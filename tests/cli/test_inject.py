@@ -141,8 +141,16 @@ def test_slopes_are_the_gradient_along_the_change(model):
     assert list(measured.costs) == list(seen)[::-1]
     for name, (call, out, g) in seen.items():
         rule = dict(near=8, sinks=2, refine_top_k=1, block_bias=-1.0)
-        tied, _ = key_tied(call.query, call.key, call.value, (4, 16), is_causal=True, scale=call.scale,
-                           backend="rows", **rule)  # fmt: skip
+        tied, _ = key_tied(
+            call.query,
+            call.key,
+            call.value,
+            (4, 16),
+            is_causal=True,
+            scale=call.scale,
+            backend="rows",
+            **rule,
+        )
         expected = (g * (tied - out)).sum(-1)[0].T
         assert torch.allclose(measured.slopes[name][..., 0], torch.zeros(128, 4), atol=1e-4)
         assert torch.allclose(measured.slopes[name][..., 1], expected, rtol=1e-3, atol=1e-4)
@@ -319,8 +327,11 @@ def test_bad_input_is_refused_in_one_line(capsys, folder, tmp_path):
         ([folder / "none", "--mechanism", "hsa", "--text", folder / "one.txt"], "no such folder"),
         ([folder / "model", "--mechanism", "hsa", "--text", tmp_path / "none"], "No such file"),
         ([folder / "model", "--mechanism", "hsa", "--text", tmp_path / "bytes"], "not UTF-8"),
-        ([*start, folder / "one.txt", "--mechanism", "hsa", "--length", "64"], "a second text called"),
-    ):  # fmt: skip
+        (
+            [*start, folder / "one.txt", "--mechanism", "hsa", "--length", "64"],
+            "a second text called",
+        ),
+    ):
         assert said in refused(capsys, *arguments)
     (tmp_path / "short.txt").write_text(prose(1, 60))
     short = [
@@ -337,8 +348,14 @@ def test_bad_input_is_refused_in_one_line(capsys, folder, tmp_path):
 
 def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-                        intermediate_size=48, max_position_embeddings=256)  # fmt: skip
+    config = BertConfig(
+        vocab_size=260,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=256,
+    )
     BertModel(config).save_pretrained(tmp_path / "bert")
     tiny.tokenizer().save_pretrained(tmp_path / "bert")
     arguments = [

@@ -57,8 +57,12 @@ def test_full_rank_is_written_and_exact(capsys, folder, tmp_path):
     }
     assert difference(run(before, inputs), run(after, inputs)) <= 1e-5
     assert sorted(p.name for p in (tmp_path / "new").iterdir() if p.suffix == ".json") == [
-        "config.json", "generation_config.json", "hyperattn_inject.json", "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "hyperattn_inject.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert (tmp_path / "new" / "README.md").is_file()
 
 

@@ -21,8 +21,13 @@ from tests.cli import tiny
 
 TEXT = "The </script> quick brown fox jumps over the <!-- lazy --> dog, then goes home & sleeps. "
 HSA = ha.HsaConfig(windows=(4, 16), near=4, sinks=2, refine_top_k=1)
-CONFIGS = {"cone": ha.ConeConfig(gamma=0.5, radius=3.0), "penumbral": ha.ConeConfig(variant="penumbral"),
-           "hyperbolic": ha.HyperbolicConfig(curvature=2.0), "hype": ha.HypeConfig(), "hsa": HSA}  # fmt: skip
+CONFIGS = {
+    "cone": ha.ConeConfig(gamma=0.5, radius=3.0),
+    "penumbral": ha.ConeConfig(variant="penumbral"),
+    "hyperbolic": ha.HyperbolicConfig(curvature=2.0),
+    "hype": ha.HypeConfig(),
+    "hsa": HSA,
+}
 LENGTH, LAST = 72, 2  # tokens; and the layer that is patched
 
 
@@ -389,15 +394,26 @@ def test_smollm2(tmp_path, place):
 
 def places(nearer: int, farther: int, neither: int) -> list[dict]:
     """What was measured in so many places."""
-    return [{"mean": mean, "control_mean": 1.0} for mean, n in ((0.5, nearer), (1.5, farther), (1.0, neither))
-            for _ in range(n)]  # fmt: skip
+    return [
+        {"mean": mean, "control_mean": 1.0}
+        for mean, n in ((0.5, nearer), (1.5, farther), (1.0, neither))
+        for _ in range(n)
+    ]
 
 
 @pytest.mark.parametrize(
     ("nearer", "farther", "neither", "curved"),
-    [(2, 20, 9, False), (0, 0, 31, False), (4, 0, 0, False), (5, 0, 26, True), (20, 2, 9, True), (16, 15, 0, False),
-     (20, 11, 0, False), (21, 10, 0, True)],
-)  # fmt: skip
+    [
+        (2, 20, 9, False),
+        (0, 0, 31, False),
+        (4, 0, 0, False),
+        (5, 0, 26, True),
+        (20, 2, 9, True),
+        (16, 15, 0, False),
+        (20, 11, 0, False),
+        (21, 10, 0, True),
+    ],
+)
 def test_both_sides_count_for_curved_space(nearer, farther, neither, curved):
     """One-sided sign test at 5 %: 5 of 5 is 1/32, 4 of 4 is 1/16, 20 of 31 is 0.075, 21 of 31 is 0.035."""
     from types import SimpleNamespace

@@ -28,11 +28,19 @@ def config(**changes) -> LlamaConfig:
     """A Llama small enough for milliseconds, with grouped key heads."""
     return LlamaConfig(
         **{
-            "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
-            "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": True,
-        } | changes
-    )  # fmt: skip
+            "vocab_size": 260,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 96,
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "tie_word_embeddings": True,
+        }
+        | changes
+    )
 
 
 def save(folder: Path, bos: bool = False, **changes) -> Path:

@@ -67,10 +67,16 @@ def page():
         ("base", "a"): result("refused", REFUSAL),
         ("base", "b"): result("refused", REFUSAL.replace("'x'", "'y'")),
         ("base", "c"): result("works", by_name=(True, ran), generation=(None, "does not generate")),
-        ("base", "d"): result("works", by_name=(True, ""), identity=(None, HEAD_FUSION), gradients=(None, HEAD_FUSION)),
-        ("base", "e"): result("failure", "identity: off by 1|2", identity=(False, "off by 1|2"), **held),
-        ("base", "f"): result("not built", "ImportError: FModel requires the timm library but it was not found in"),
-    }  # fmt: skip
+        ("base", "d"): result(
+            "works", by_name=(True, ""), identity=(None, HEAD_FUSION), gradients=(None, HEAD_FUSION)
+        ),
+        ("base", "e"): result(
+            "failure", "identity: off by 1|2", identity=(False, "off by 1|2"), **held
+        ),
+        ("base", "f"): result(
+            "not built", "ImportError: FModel requires the timm library but it was not found in"
+        ),
+    }
     return report.page(results, {"transformers": "5", "torch": "2", "python": "3"})
 
 

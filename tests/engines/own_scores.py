@@ -46,9 +46,15 @@ def own_logits(name, q, k, first, second, blend=None):
     else:
         variant, mapping = ("umbral", "xi") if name == "umbral" else ("penumbral", "psi")
         logits = F.cone_scores(
-            q, k, variant=variant, mapping=mapping, gamma=first, radius=second,
-            squared=name != "penumbral", clamp_heights=False,
-        )  # fmt: skip
+            q,
+            k,
+            variant=variant,
+            mapping=mapping,
+            gamma=first,
+            radius=second,
+            squared=name != "penumbral",
+            clamp_heights=False,
+        )
     if blend is None:
         return logits
     far = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)

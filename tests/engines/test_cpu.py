@@ -19,23 +19,43 @@ from tests.oracles.cases import assert_close, assert_gradients, qkv
 F = ha.functional
 CALLS = {
     "umbral": lambda q, k, v, **more: F.cone_attention(q, k, v, enable_gqa=True, **more),
-    "psi": lambda q, k, v, **more: F.cone_attention(q, k, v, enable_gqa=True, mapping="psi", **more),
-    "penumbral": lambda q, k, v, **more: F.cone_attention(q, k, v, enable_gqa=True, variant="penumbral", **more),
-    "clamped": lambda q, k, v, **more: F.cone_attention(
-        q, k, v, enable_gqa=True, variant="penumbral", mapping="xi", clamp_heights=True, squared=False, **more
+    "psi": lambda q, k, v, **more: F.cone_attention(
+        q, k, v, enable_gqa=True, mapping="psi", **more
     ),
-    "geodesic": lambda q, k, v, **more: F.hyperbolic_attention(q, k, v, enable_gqa=True, aggregation="mean", **more),
+    "penumbral": lambda q, k, v, **more: F.cone_attention(
+        q, k, v, enable_gqa=True, variant="penumbral", **more
+    ),
+    "clamped": lambda q, k, v, **more: F.cone_attention(
+        q,
+        k,
+        v,
+        enable_gqa=True,
+        variant="penumbral",
+        mapping="xi",
+        clamp_heights=True,
+        squared=False,
+        **more,
+    ),
+    "geodesic": lambda q, k, v, **more: F.hyperbolic_attention(
+        q, k, v, enable_gqa=True, aggregation="mean", **more
+    ),
     "lorentz": lambda q, k, v, **more: F.hyperbolic_attention(
         q, k, v, enable_gqa=True, aggregation="mean", distance="squared_lorentz", **more
     ),
     "midpoint": lambda q, k, v, **more: F.hyperbolic_attention(q, k, v, enable_gqa=True, **more),
     "midpoint per head": lambda q, k, v, **more: F.hyperbolic_attention(
-        q, k, v, enable_gqa=True, distance="squared_lorentz", curvature=torch.linspace(0.5, 2, q.shape[1]), **more
+        q,
+        k,
+        v,
+        enable_gqa=True,
+        distance="squared_lorentz",
+        curvature=torch.linspace(0.5, 2, q.shape[1]),
+        **more,
     ),
     "hype": lambda q, k, v, **more: F.hype_attention(
         q, k, v, enable_gqa=True, mu=0.01, tau=1.5, form="cosh", **more
     ),
-}  # fmt: skip
+}
 every_call = pytest.mark.parametrize("name", CALLS)
 
 

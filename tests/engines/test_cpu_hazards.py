@@ -287,9 +287,12 @@ def test_denormal_numbers_live_on():
 @pytest.mark.parametrize("backend", ["cpu", "blockwise"])
 @pytest.mark.parametrize(
     "mu, tau, sink",
-    [((1 / 1024, 1 / 300), (2000.0, 50.0), None), ((1 / 200, 1 / 100), (1.0, 1e-4), None),
-     ((1 / 300, 1 / 250), (2.0, 1.0), 850.0)],
-)  # fmt: skip
+    [
+        ((1 / 1024, 1 / 300), (2000.0, 50.0), None),
+        ((1 / 200, 1 / 100), (1.0, 1e-4), None),
+        ((1 / 300, 1 / 250), (2.0, 1.0), 850.0),
+    ],
+)
 def test_parameters_of_steep_scores(backend, mu, tau, sink):
     """Far keys that are rewarded: in each row slopes of 1e6 meet gradients of logits that add up to 0."""
     q, k, v = qkv(1, 2, 1, 1024, 2048, d=4, seed=44)
@@ -339,6 +342,9 @@ def test_every_score_is_as_exact_with_the_instructions_of_older_cpus(level):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", which]
         + [str(Path(__file__).parent / name) for name in tests],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

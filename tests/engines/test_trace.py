@@ -507,11 +507,20 @@ REFUSED = {
     "unknown": (lambda d, r, c, h: torch.erf(d), "operator erf (allowed are abs, acosh, "),
     "power": (lambda d, r, c, h: d.abs() ** 2.3, "pow, but for whole and half numbers"),
     "softplus": (lambda d, r, c, h: F.softplus(d, beta=2), "softplus with another beta than 1"),
-    "rounding": (lambda d, r, c, h: torch.div(d, 2, rounding_mode="floor"), "operator div with arguments that are not"),
-    "changed argument": (lambda d, r, c, h: d.mul_(2), "it changes an argument, or a tensor that shares memory"),
-    "changed twice": (lambda d, r, c, h: (x := d + 1) * x.detach().mul_(2), "it changes an argument, or a tensor that"),
+    "rounding": (
+        lambda d, r, c, h: torch.div(d, 2, rounding_mode="floor"),
+        "operator div with arguments that are not",
+    ),
+    "changed argument": (
+        lambda d, r, c, h: d.mul_(2),
+        "it changes an argument, or a tensor that shares memory",
+    ),
+    "changed twice": (
+        lambda d, r, c, h: (x := d + 1) * x.detach().mul_(2),
+        "it changes an argument, or a tensor that",
+    ),
     "too few statistics": (lambda d, r, c, h: d + r[1], "IndexError: tuple index out of range"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -11,9 +11,16 @@ import traceback
 from collections.abc import Callable
 
 CHANGES = {
-    "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.truncate",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.chmod",
+    "os.truncate",
     "ctypes.dlsym",  # the exchange of two folders is looked up by its name, then called
-}  # fmt: skip
+}
 
 
 def changes_files(event: str, arguments: tuple) -> bool:

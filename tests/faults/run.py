@@ -132,9 +132,16 @@ def train(folder: Path) -> None:
     if whole and whole[-1].name == "checkpoint-3":  # the last; the Trainer would take one step more
         return
     arguments = transformers.TrainingArguments(
-        str(place), max_steps=3, save_steps=1, per_device_train_batch_size=1, report_to=[], use_cpu=True,
-        disable_tqdm=True, logging_strategy="no", save_total_limit=None,
-    )  # fmt: skip
+        str(place),
+        max_steps=3,
+        save_steps=1,
+        per_device_train_batch_size=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_total_limit=None,
+    )
     trainer = transformers.Trainer(model(1), arguments, train_dataset=[row] * 4)
     trainer.train(resume_from_checkpoint=str(whole[-1]) if whole else None)
 

@@ -26,8 +26,12 @@ def run(*arguments: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.run", *arguments],
-        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1500,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=1500,
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
 
@@ -67,11 +71,14 @@ def test_processes_that_hold_a_model_together_save_it_together(tmp_path):
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.faults.parallel", str(tmp_path)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         said = [process.communicate(timeout=200)[0] for process in started]
     finally:

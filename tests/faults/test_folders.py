@@ -24,8 +24,12 @@ from .killing import killed, start
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
 SINGLE = ("config.json", "model.safetensors")
-SHARDS = ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-          "model.safetensors.index.json")  # fmt: skip
+SHARDS = (
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+)
 OTHERS = {"notes.txt": "mine", "sub/optimizer.pt": "state", "model.fp16.safetensors": "a variant"}
 
 

@@ -130,9 +130,12 @@ def over_windows(pick: random.Random, seed: int) -> str:
         mask = (seen < kept if pick.random() < 0.5 else seen >= keys - kept)[None, None, None]
     per_head = lambda most: [pick.randint(0, most) for _ in range(heads)]
     settings = dict(
-        hierarchy=tuple(sizes), near=per_head(40), sinks=per_head(8), refine_top_k=per_head(6),
+        hierarchy=tuple(sizes),
+        near=per_head(40),
+        sinks=per_head(8),
+        refine_top_k=per_head(6),
         block_bias=torch.randn(heads, dtype=torch.float32) if pick.random() < 0.3 else None,
-    )  # fmt: skip
+    )
     out = hierarchical_attention(
         *(laid_out(t, pick) for t in leaves),
         mask,

@@ -28,9 +28,22 @@ from tests.model_patches.families import MODELS
 
 #: Families whose hosts attend to several different sequences, or to pooled keys, which no one hierarchy fits.
 SEVERAL = {
-    "cvt", "glpn", "got_ocr2-vision", "mobilevit", "pvt", "pvt_v2", "pvt_v2-linear", "sam-vision", "sam_hq-vision",
-    "timesformer", "blip-caption", "canine", "lxmert", "perceiver", "vitdet",
-}  # fmt: skip
+    "cvt",
+    "glpn",
+    "got_ocr2-vision",
+    "mobilevit",
+    "pvt",
+    "pvt_v2",
+    "pvt_v2-linear",
+    "sam-vision",
+    "sam_hq-vision",
+    "timesformer",
+    "blip-caption",
+    "canine",
+    "lxmert",
+    "perceiver",
+    "vitdet",
+}
 CASES = {name: lambda c=c: (c[0](), c[1]()) for name, c in FAMILIES.items()} | {
     f"served {name}": c for name, c in MODELS.items() if name not in SEVERAL
 }

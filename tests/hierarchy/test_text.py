@@ -116,13 +116,16 @@ def test_levels_nest_and_cover(text, seed):
 
 SENTENCES = [
     ("He went. She came.", ["He went. ", "She came."]),
-    ("Is it? Yes! \"Good.\" So", ["Is it? ", "Yes! ", '"Good." ', "So"]),
-    ("Dr. Smith met Mr. Jones, e.g. in Fig. 3. OK.", ["Dr. Smith met Mr. Jones, e.g. in Fig. 3. ", "OK."]),
+    ('Is it? Yes! "Good." So', ["Is it? ", "Yes! ", '"Good." ', "So"]),
+    (
+        "Dr. Smith met Mr. Jones, e.g. in Fig. 3. OK.",
+        ["Dr. Smith met Mr. Jones, e.g. in Fig. 3. ", "OK."],
+    ),
     ("It is 3.5 m. and more. 4 left.", ["It is 3.5 m. and more. ", "4 left."]),
     ("no capitals here. none at all! right", ["no capitals here. ", "none at all! ", "right"]),
     ("他来了。她走了!真的?", ["他来了。", "她走了!真的?"]),
     ("A… B", ["A… ", "B"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("text, parts", SENTENCES)

@@ -337,7 +337,10 @@ WRONG = {
     "nothing": (lambda: Tree.from_parents([]), "at least"),
     "kinds": (lambda: Tree.from_parents([1, -1], [0, 5]), "kinds goes from 0 to 5"),
     "number of kinds": (lambda: Tree.from_parents([1, -1], [0]), "one a node"),
-    "sizes do not divide": (lambda: ha.Hierarchy.windows(9, (4, 6)), "6 is no larger multiple of 4"),
+    "sizes do not divide": (
+        lambda: ha.Hierarchy.windows(9, (4, 6)),
+        "6 is no larger multiple of 4",
+    ),
     "sizes top first": (lambda: Hierarchy.windows(9, (16, 4)), "bottom first"),
     "equal sizes": (lambda: Hierarchy.windows(9, (4, 4)), "4 is no larger multiple of 4"),
     "size 1": (lambda: Hierarchy.windows(9, (1, 4)), "window size 1"),
@@ -347,22 +350,40 @@ WRONG = {
     "empty row": (lambda: Hierarchy.windows(2, (2,), torch.zeros(1, 2)), "without real tokens"),
     "empty ids": (lambda: Hierarchy.from_ids(torch.full((1, 3), -1)), "no token but padding"),
     "float ids": (lambda: Hierarchy.from_ids(torch.zeros(1, 3)), "integers"),
-    "half padding": (lambda: Hierarchy.from_ids(torch.tensor([[[0, -1], [0, 0]]])), "token 0 of row 0"),
-    "overlap": (lambda: Hierarchy.from_spans([(0, 3), (2, 5)], 6), r"\(0, 3\) and \(2, 5\) overlap"),
+    "half padding": (
+        lambda: Hierarchy.from_ids(torch.tensor([[[0, -1], [0, 0]]])),
+        "token 0 of row 0",
+    ),
+    "overlap": (
+        lambda: Hierarchy.from_spans([(0, 3), (2, 5)], 6),
+        r"\(0, 3\) and \(2, 5\) overlap",
+    ),
     "empty span": (lambda: Hierarchy.from_spans([(2, 2)], 6), r"span \(2, 2\)"),
     "span beyond": (lambda: Hierarchy.from_spans([(2, 7)], 6), r"span \(2, 7\)"),
     "patches": (lambda: Hierarchy.quadtree(0, 3), "rows=0"),
     "registers": (lambda: Hierarchy.quadtree(2, 3, before=-1), "before=-1"),
-    "rows of parts": (lambda: Hierarchy.join([Hierarchy.from_ids(torch.zeros(n, 2).long()) for n in (2, 3)]), "rows"),
+    "rows of parts": (
+        lambda: Hierarchy.join([Hierarchy.from_ids(torch.zeros(n, 2).long()) for n in (2, 3)]),
+        "rows",
+    ),
     "nothing to join": (lambda: Hierarchy.join([2]), "at least one hierarchy"),
     "tokens": (lambda: Hierarchy.from_parents([2, 2, -1], [1, 0]), "ascending"),
     "number of tokens": (lambda: Hierarchy.from_parents([2, 2, -1], [1]), "one a leaf"),
     "short": (lambda: Hierarchy.from_parents([2, 2, -1], [1, 5], length=4), "length=4"),
-    "batch": (lambda: Hierarchy.from_ids(torch.zeros(2, 2).long()).fitted(3, 2), "2 rows, the batch 3"),
-    "other length": (lambda: Hierarchy.windows(4, (2,)).fitted(1, 5, growing=False), "covers 4 tokens"),
-    "kind names": (lambda: Hierarchy.from_ids(Hierarchy.quadtree(4, 4).to_ids(), ("", "image")), "2 names, .* kind 2"),
+    "batch": (
+        lambda: Hierarchy.from_ids(torch.zeros(2, 2).long()).fitted(3, 2),
+        "2 rows, the batch 3",
+    ),
+    "other length": (
+        lambda: Hierarchy.windows(4, (2,)).fitted(1, 5, growing=False),
+        "covers 4 tokens",
+    ),
+    "kind names": (
+        lambda: Hierarchy.from_ids(Hierarchy.quadtree(4, 4).to_ids(), ("", "image")),
+        "2 names, .* kind 2",
+    ),
     "no hierarchy": (lambda: as_hierarchy([0, 1]), "is a list"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

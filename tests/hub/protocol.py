@@ -149,6 +149,11 @@ class Handler(Plumbing):
             path: blob_oid(data)
             for path, data in repository.trees[repository.heads["main"]].items()
         }
-        self.answer({
-            "exists": True, "private": repository.private, "commits": len(repository.history), "files": files,
-        })  # fmt: skip
+        self.answer(
+            {
+                "exists": True,
+                "private": repository.private,
+                "commits": len(repository.history),
+                "files": files,
+            }
+        )

@@ -21,6 +21,11 @@ RESULT = {
     "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
 }
 ADAPTER = {
-    "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "target_modules": ["v_proj", "q_proj"],
-    "modules_to_save": ["hyper"], "base_model_name_or_path": "org/base",
-}  # fmt: skip
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["v_proj", "q_proj"],
+    "modules_to_save": ["hyper"],
+    "base_model_name_or_path": "org/base",
+}

@@ -81,9 +81,16 @@ def test_an_edited_header_counts_as_an_edit_but_tags_do_not(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"# Mine\n", b"---\nlicense: mit\n---\nshort\n", b"---\n- not\n- a mapping\n---\n", b"\xff\xfe broken",
-     b"---\n{unclosed\n---\n", b"\r\nwindows\r\n"],
-)  # fmt: skip
+    [
+        b"",
+        b"# Mine\n",
+        b"---\nlicense: mit\n---\nshort\n",
+        b"---\n- not\n- a mapping\n---\n",
+        b"\xff\xfe broken",
+        b"---\n{unclosed\n---\n",
+        b"\r\nwindows\r\n",
+    ],
+)
 def test_any_other_readme_is_kept_byte_for_byte(content, tmp_path):
     (saved_model(tmp_path) / "README.md").write_bytes(content)
     assert hub_cards.write_card(tmp_path) is None

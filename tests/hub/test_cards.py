@@ -56,9 +56,15 @@ def test_the_header(kind, library, relation):
     }
     header = read_header(str(rendered(kind, **facts)))
     expected = {
-        "base_model": "org/base", "base_model_relation": relation, "library_name": library, "license": "apache-2.0",
-        "language": "en", "pipeline_tag": "text-generation", "datasets": ["org/data"], "metrics": ["perplexity"],
-    }  # fmt: skip
+        "base_model": "org/base",
+        "base_model_relation": relation,
+        "library_name": library,
+        "license": "apache-2.0",
+        "language": "en",
+        "pipeline_tag": "text-generation",
+        "datasets": ["org/data"],
+        "metrics": ["perplexity"],
+    }
     assert {key: header[key] for key in expected} == expected
     assert header["tags"][:3] == ["hf-hyperattn", "cone", "hype"]
     (model,) = header["model-index"]
@@ -181,9 +187,19 @@ def test_what_has_no_place_in_a_card_is_refused_in_one_line(facts, word):
 
 
 @pytest.mark.parametrize(
-    "config", [None, 3, {}, {"mechanisms": "cone"}, {"mechanisms": [3]}, {"mechanisms": [{"mechanism": 1}]},
-               {"mechanisms": [{"mechanism": "x"}] * 99}, SPEC | {"hosts": "all"}, SPEC | {"hosts": [1]}]
-)  # fmt: skip
+    "config",
+    [
+        None,
+        3,
+        {},
+        {"mechanisms": "cone"},
+        {"mechanisms": [3]},
+        {"mechanisms": [{"mechanism": 1}]},
+        {"mechanisms": [{"mechanism": "x"}] * 99},
+        SPEC | {"hosts": "all"},
+        SPEC | {"hosts": [1]},
+    ],
+)
 def test_a_malformed_config_is_refused_in_one_line(config):
     with pytest.raises(ValueError, match="allowed") as refusal:
         hub_cards.render_model_card(config)

@@ -20,9 +20,17 @@ ALIKE = ("smollm2-135m", "qwen3-0.6b", "mistral-7b", "roberta-base")
 DECODER = dict(head_dim=8, num_hidden_layers=3, vocab_size=99, intermediate_size=32)
 ENCODER = dict(hidden_size=96, num_hidden_layers=3, vocab_size=99, intermediate_size=32)
 WHISPER = dict(
-    d_model=96, encoder_layers=3, decoder_layers=3, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=99,
-    num_mel_bins=8, max_source_positions=40, decoder_start_token_id=1, forced_eos_token_id=None,
-)  # fmt: skip
+    d_model=96,
+    encoder_layers=3,
+    decoder_layers=3,
+    encoder_ffn_dim=32,
+    decoder_ffn_dim=32,
+    vocab_size=99,
+    num_mel_bins=8,
+    max_source_positions=40,
+    decoder_start_token_id=1,
+    forced_eos_token_id=None,
+)
 IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 

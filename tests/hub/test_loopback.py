@@ -26,8 +26,12 @@ def test_what_is_pushed_comes_back_exactly(facts, push):
 def test_a_push_makes_one_commit_with_all_files(facts):
     assert facts["plain"]["commits"] == 2
     assert set(facts["plain"]["files"]) == {
-        ".gitattributes", "README.md", "config.json", "generation_config.json", "model.safetensors",
-    }  # fmt: skip
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
     assert not facts["plain"]["private"] and facts["hidden"]["private"]
     assert facts["whoami"] == "tester"
 

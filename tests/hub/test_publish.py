@@ -34,8 +34,12 @@ def test_a_patched_model_comes_back_exactly(facts, repo):
 
 def test_the_repository_holds_what_it_should(facts):
     assert set(facts["files"]) == {
-        ".gitattributes", "README.md", "config.json", "generation_config.json", "model.safetensors",
-    }  # fmt: skip
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
     assert facts["private"] and facts["shards"] > 1
 
 

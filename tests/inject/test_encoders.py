@@ -20,8 +20,15 @@ class Quiet:
 
 def injection(**options) -> EncoderInjection:
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                        intermediate_size=48, max_position_embeddings=64, initializer_range=0.5)  # fmt: skip
+    config = BertConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
     texts = [
         {"a": torch.randint(5, 90, (2, 64), generator=torch.Generator().manual_seed(s))}
         for s in range(3)

@@ -12,9 +12,17 @@ from hf_hyperattn.integration import convert
 from tests.integration.models import FAMILIES, of_type, pair_inputs, text_inputs
 
 OPT = dict(
-    vocab_size=99, hidden_size=32, ffn_dim=40, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
-    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=99,
+    hidden_size=32,
+    ffn_dim=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    word_embed_proj_dim=32,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 SMALL = dict(
     vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
 )

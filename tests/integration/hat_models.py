@@ -6,9 +6,13 @@ import transformers as hf
 from hf_hyperattn.integration.hat import HatEncoderConfig, HatModel
 
 SIZES = dict(
-    vocab_size=61, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24,
+    vocab_size=61,
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=24,
     max_position_embeddings=40,
-)  # fmt: skip
+)
 DISTIL = dict(
     vocab_size=61, dim=16, n_layers=3, n_heads=2, hidden_dim=24, max_position_embeddings=40
 )

@@ -463,9 +463,15 @@ def test_no_code_of_others_goes_along(tmp_path, capsys):
     assert main(["export", "--remote-code", str(source), str(out)]) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("left out, as ")]
     for name in (
-        "custom_generate", "secret", "tokenization_mine.py", "training_args.bin", "config.json: custom_pipelines",
-        "generation_config.json: custom_generate", "processor_config.json: auto_map", "tokenizer_config.json: auto_map",
-    ):  # fmt: skip
+        "custom_generate",
+        "secret",
+        "tokenization_mine.py",
+        "training_args.bin",
+        "config.json: custom_pipelines",
+        "generation_config.json: custom_generate",
+        "processor_config.json: auto_map",
+        "tokenizer_config.json: auto_map",
+    ):
         assert repr(name) in line
     files = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
     assert not any(EVIL in path.read_text(errors="replace") for path in files.values())

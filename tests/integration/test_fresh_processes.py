@@ -58,8 +58,13 @@ def digests(model) -> list[str]:
         }
         with torch.no_grad():
             say(model(**inputs).logits)
-            made = model.generate(**inputs, max_new_tokens=3, do_sample=False, output_logits=True,
-                                  return_dict_in_generate=True)  # fmt: skip
+            made = model.generate(
+                **inputs,
+                max_new_tokens=3,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
         say(torch.cat(made.logits))
     model(**inputs, labels=ids).loss.backward()
     for p in model.parameters():

@@ -274,10 +274,17 @@ def test_the_trainer_trains_it(tmp_path):
         }
 
     arguments = hf.TrainingArguments(
-        output_dir=str(tmp_path), num_train_epochs=12, per_device_train_batch_size=16, learning_rate=5e-3,
-        report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True, disable_tqdm=True,
+        output_dir=str(tmp_path),
+        num_train_epochs=12,
+        per_device_train_batch_size=16,
+        learning_rate=5e-3,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
         remove_unused_columns=False,
-    )  # fmt: skip
+    )
     trainer = hf.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
     assert trainer.train().training_loss > 0
     assert trainer.evaluate(rows)["eval_loss"] < 0.3

@@ -726,9 +726,15 @@ def test_the_trainer_logs_gates_and_decays_none(stock, tmp_path):
     model = get_peft_model(stock(), config("cone", "head_fusion", layers=[1]))
     rows = [{"input_ids": row, "labels": row} for row in LESSONS["llama"][1]()["input_ids"]]
     arguments = hf.TrainingArguments(
-        tmp_path, max_steps=2, logging_steps=1, learning_rate=0.1, weight_decay=0.1, report_to="none", use_cpu=True,
+        tmp_path,
+        max_steps=2,
+        logging_steps=1,
+        learning_rate=0.1,
+        weight_decay=0.1,
+        report_to="none",
+        use_cpu=True,
         save_strategy="no",
-    )  # fmt: skip
+    )
     trainer = hf.Trainer(model, arguments, train_dataset=rows)
     assert not any("hyper" in name for name in trainer.get_decay_parameter_names(model))
     trainer.add_callback(ha.LogGates(trainer))

@@ -120,9 +120,15 @@ def test_a_given_hierarchy(causal):
         torch.zeros(1, 12, 2, dtype=torch.long, device="meta"),
     ):
         out = ha.functional.hierarchical_attention(
-            query, key, value, mask, is_causal=causal, enable_gqa=True, hierarchy=hierarchy,
+            query,
+            key,
+            value,
+            mask,
+            is_causal=causal,
+            enable_gqa=True,
+            hierarchy=hierarchy,
             tying="key" if causal else "both",
-        )  # fmt: skip
+        )
         assert out.shape == query.shape
 
 

@@ -345,9 +345,12 @@ def test_an_adapter_of_a_stock_model_beside_a_patched_one(tmp_path):
 def test_a_loss_has_a_gradient_by_every_layer_s_attentions(config):
     """As maps of attention times gradient want it; and asking for them changes nothing that comes out."""
     configs = {
-        "cone": ha.ConeConfig(), "hsa": ha.HsaConfig(windows=(4,)), "hsa both": ha.HsaConfig(windows=(4,)),
-        "head_fusion": ha.HeadFusionConfig(), "mkl": ha.MklConfig(),
-    }  # fmt: skip
+        "cone": ha.ConeConfig(),
+        "hsa": ha.HsaConfig(windows=(4,)),
+        "hsa both": ha.HsaConfig(windows=(4,)),
+        "head_fusion": ha.HeadFusionConfig(),
+        "mkl": ha.MklConfig(),
+    }
     model, inputs = make("bert" if config == "hsa both" else "llama")
     ha.patch_model(model, configs[config])
     perturb(model)

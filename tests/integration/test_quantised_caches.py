@@ -44,9 +44,16 @@ def patched(name: str, moved: bool = True):
 def write(model, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [B, 10] and their logits [B, 10, V]."""
     found = model.generate(
-        PROMPTS, attention_mask=MASK, max_new_tokens=10, min_new_tokens=10, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, pad_token_id=0, **options,
-    )  # fmt: skip
+        PROMPTS,
+        attention_mask=MASK,
+        max_new_tokens=10,
+        min_new_tokens=10,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **options,
+    )
     return found.sequences[:, PROMPTS.shape[1] :], torch.stack(found.logits, 1)
 
 
@@ -134,6 +141,12 @@ def test_by_name(backend):
 
 def test_the_cache_is_the_one_that_was_asked_for():
     model = patched("hsa")
-    found = model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=2, return_dict_in_generate=True,
-                           pad_token_id=0, **quantised("fp8"))  # fmt: skip
+    found = model.generate(
+        PROMPTS,
+        attention_mask=MASK,
+        max_new_tokens=2,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **quantised("fp8"),
+    )
     assert isinstance(found.past_key_values, QuantizedCache)

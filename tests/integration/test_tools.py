@@ -75,9 +75,12 @@ def test_lm_evals_command(folder, tmp_path):
     )
     paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HYPERATTN_AUTOLOAD": "1", "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(tmp_path / "datasets"), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HYPERATTN_AUTOLOAD": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
+        "OMP_NUM_THREADS": "1",
+    }
     line = [
         sys.executable,
         "-m",
@@ -123,8 +126,16 @@ def test_transformers_serve(folder, batching):
     model = str(folder / "model")
     port = free_port()
     options = dict(cb_num_blocks=8, cb_max_batch_tokens=64) if batching else {}
-    server = Serve(model, device="cpu", host="127.0.0.1", port=port, non_blocking=True,
-                   continuous_batching=batching, log_level="error", **options)  # fmt: skip
+    server = Serve(
+        model,
+        device="cpu",
+        host="127.0.0.1",
+        port=port,
+        non_blocking=True,
+        continuous_batching=batching,
+        log_level="error",
+        **options,
+    )
     try:
         messages = [{"role": "user", "content": "the fox"}]
         asked = {
@@ -202,9 +213,12 @@ class Terminal:
         import pty
 
         environment = os.environ | {
-            "TERM": "dumb", "COLUMNS": "200", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0",
+            "TERM": "dumb",
+            "COLUMNS": "200",
+            "NO_PROXY": "127.0.0.1",
+            "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-        }  # fmt: skip
+        }
         self.end, self.shown, (self.file, inside) = time.monotonic() + seconds, "", pty.openpty()
         self.process = subprocess.Popen(
             line,

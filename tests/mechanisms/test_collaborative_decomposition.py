@@ -71,10 +71,15 @@ def test_as_good_as_tensorly(rank):
     dense = tensor(query, key).numpy()
     tl.set_backend("numpy")
     theirs = min(
-        tl.norm(dense - tl.cp_to_tensor(parafac(dense, rank, n_iter_max=300, init="random", random_state=s, tol=1e-10)))
+        tl.norm(
+            dense
+            - tl.cp_to_tensor(
+                parafac(dense, rank, n_iter_max=300, init="random", random_state=s, tol=1e-10)
+            )
+        )
         / tl.norm(dense)
         for s in range(2)
-    )  # fmt: skip
+    )
     ours = min(decompose(query, key, rank, steps=300, seed=s).error for s in range(2))
     assert ours <= theirs * 1.05 + 1e-6
 

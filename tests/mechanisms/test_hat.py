@@ -142,8 +142,10 @@ def test_to_segments_and_back(packed):
     assert torch.equal(found.to_tokens(found.to_segments(values)), values * real[..., None])
     states = torch.randn(*found.tokens.shape, 2)
     rows = found.cls_rows(states)
-    assert torch.equal(found.with_cls_rows(states, rows)[found.members[found.present]],
-                       states[found.members[found.present]])  # fmt: skip
+    assert torch.equal(
+        found.with_cls_rows(states, rows)[found.members[found.present]],
+        states[found.members[found.present]],
+    )
     doubled = found.with_cls_rows(states, 2 * rows)[found.members[found.present]]
     expected = states[found.members[found.present]].clone()
     expected[:, 0] *= 2

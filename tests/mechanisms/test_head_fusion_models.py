@@ -91,9 +91,16 @@ def test_a_trainer_that_keeps_heads_even(tmp_path):
         model = ha.freeze_base(ha.patch_model(llama(num_hidden_layers=1), CONFIG))
         perturb(model)
         arguments = hf.TrainingArguments(
-            tmp_path, max_steps=2, per_device_train_batch_size=2, learning_rate=0.1, use_cpu=True,
-            gradient_accumulation_steps=2, report_to=[], save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
+            tmp_path,
+            max_steps=2,
+            per_device_train_batch_size=2,
+            learning_rate=0.1,
+            use_cpu=True,
+            gradient_accumulation_steps=2,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
         cls(model, arguments, train_dataset=rows).train()
         found[cls] = [p.detach().clone() for n, p in model.named_parameters() if ".hyper." in n]
     assert not all(map(torch.equal, *found.values()))

@@ -252,8 +252,11 @@ def test_a_cache_that_forgets_wants_the_same_padding(monkeypatch):
     monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.means_kept.TAKEN_BACK", 2)
     model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
     inputs = padded(ids_of(model), 5)
-    part = lambda a, b, rows: {"input_ids": inputs["input_ids"][rows, a:b], "attention_mask": inputs["attention_mask"][
-        rows, :b], "position_ids": inputs["position_ids"][rows, a:b]}  # fmt: skip
+    part = lambda a, b, rows: {
+        "input_ids": inputs["input_ids"][rows, a:b],
+        "attention_mask": inputs["attention_mask"][rows, :b],
+        "position_ids": inputs["position_ids"][rows, a:b],
+    }
     caches = [HierarchicalCache(model, evict=True) for _ in range(2)]
     for cache in caches:
         for a, b in ((0, 30), (30, 36)):

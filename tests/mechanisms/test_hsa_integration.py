@@ -154,8 +154,11 @@ def test_a_hierarchy_of_the_call_takes_the_place_of_windows(family):
     make, inputs = FAMILIES[family]
     inputs = inputs()
     torch.manual_seed(0)
-    model = patch_model(make(), HsaConfig((8,), near=1, refine_top_k=1) if family == "llama" else HsaConfig((8,)),
-                        mode="replace")  # fmt: skip
+    model = patch_model(
+        make(),
+        HsaConfig((8,), near=1, refine_top_k=1) if family == "llama" else HsaConfig((8,)),
+        mode="replace",
+    )
     own = Hierarchy.windows(11, (2, 4), inputs["attention_mask"])
     by_call = [run(model, inputs | {"hierarchy": h}) for h in (own, own.to_ids())]
     torch.manual_seed(0)

@@ -87,9 +87,18 @@ def test_any_tree_and_mask(seed, causal):
     if seed % 2:
         mask = seen
     out, weights = key_tied(
-        q, k, v, Hierarchy.of_trees([tree]), near=near, sinks=sinks, refine_top_k=top_k, block_bias=BIAS,
-        is_causal=causal, mask=mask, weights=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        Hierarchy.of_trees([tree]),
+        near=near,
+        sinks=sinks,
+        refine_top_k=top_k,
+        block_bias=BIAS,
+        is_causal=causal,
+        mask=mask,
+        weights=True,
+    )
     seen = seen.tril() if causal else seen
     S = q @ k.repeat_interleave(2, 1).mT * 5**-0.5
     parents = tree.parents.tolist()
@@ -99,8 +108,16 @@ def test_any_tree_and_mask(seed, causal):
         P = key_tying.weights(S[0, h], nested, group, visible=seen, **rule)
         assert_close(weights[0, h], P, 1e-12, f"weights of head {h}")
         assert_close(out[0, h], P @ v[0, h // 2], 1e-12, f"output of head {h}")
-    P = definition_key(S, tree, near=near, sinks=sinks, refine_top_k=top_k, block_bias=BIAS, is_causal=causal,
-                       visible=seen)  # fmt: skip
+    P = definition_key(
+        S,
+        tree,
+        near=near,
+        sinks=sinks,
+        refine_top_k=top_k,
+        block_bias=BIAS,
+        is_causal=causal,
+        visible=seen,
+    )
     assert_close(weights, P, 1e-12, "the definition")
 
 

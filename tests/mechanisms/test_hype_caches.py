@@ -33,8 +33,12 @@ def test_padding_in_the_middle_does_not_count(family):
             position_ids=where["position_ids"][:, :8],
             past_key_values=cache,
         )
-        last = model(hole[:, 8:9], attention_mask=mask[:, :9], position_ids=where["position_ids"][:, 8:9],
-                     past_key_values=cache).logits[:, 0]  # fmt: skip
+        last = model(
+            hole[:, 8:9],
+            attention_mask=mask[:, :9],
+            position_ids=where["position_ids"][:, 8:9],
+            past_key_values=cache,
+        ).logits[:, 0]
     torch.testing.assert_close(last, exact[:, 5], atol=2e-5, rtol=0)
 
 

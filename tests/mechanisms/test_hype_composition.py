@@ -33,8 +33,13 @@ def test_it_is_added_to_any_score(other, mode, causal):
                 layer.gate.fill_(gate)
     q, k, v = (torch.randn(2, h, 7, 6) for h in (4, 2, 2))
     out, _ = hyper(HostCall(q, k, v, 0.3, causal, Options(is_causal=causal)))
-    bias = hype_bias(torch.arange(7), torch.arange(7), mu=STEEP["mu"], tau=torch.tensor(STEEP["tau"]),
-                     form="sinh" if causal else "cosh")  # fmt: skip
+    bias = hype_bias(
+        torch.arange(7),
+        torch.arange(7),
+        mu=STEEP["mu"],
+        tau=torch.tensor(STEEP["tau"]),
+        form="sinh" if causal else "cosh",
+    )
     total = scores(q, k) + bias
     if mode == "blend":
         total = q @ k.repeat_interleave(2, 1).mT * 0.3 + gates[0] * scores(q, k) + gates[1] * bias

@@ -119,8 +119,14 @@ def test_plain_half_precision_columns_would_lose_the_bias():
     """What the split is for: the same columns rounded once are off by many logits."""
     mu, tau = numbers("sinh")
     places = torch.arange(LENGTH)[None, None]
-    score = with_hype(dot_score(torch.zeros(1, 2, LENGTH, 2), torch.zeros(1, 2, LENGTH, 2)), (places, places),
-                      mu, tau, "sinh", reach=LENGTH)  # fmt: skip
+    score = with_hype(
+        dot_score(torch.zeros(1, 2, LENGTH, 2), torch.zeros(1, 2, LENGTH, 2)),
+        (places, places),
+        mu,
+        tau,
+        "sinh",
+        reach=LENGTH,
+    )
     left, right, row = (t.to(torch.bfloat16).double() for t in score.terms[1].low_rank_factors())
     got = left[:, :, ROWS] @ right.mT + row[:, :, ROWS, None]
     assert within(got[0], exact("sinh", mu, tau), "sinh")[0] > 10
@@ -177,10 +183,16 @@ def test_attention_at_full_length(form, way, tolerance):
     rows = ROWS if way != "blockwise" else ROWS[-2:]
     got = hype_attention(
         q if way != "blockwise" else q[:, :, rows],
-        k, v, None if way != "blockwise" else (torch.arange(LENGTH) <= rows[:, None]) | (form == "cosh"),
-        is_causal=form == "sinh" and way != "blockwise", mu=mu, tau=tau, form=form, backend=way,
+        k,
+        v,
+        None if way != "blockwise" else (torch.arange(LENGTH) <= rows[:, None]) | (form == "cosh"),
+        is_causal=form == "sinh" and way != "blockwise",
+        mu=mu,
+        tau=tau,
+        form=form,
+        backend=way,
         query_positions=None if way != "blockwise" else rows,
-    )  # fmt: skip
+    )
     got = got[:, :, rows] if way != "blockwise" else got
     logits = (
         q[0, :, rows].double() @ k[0].double().mT * 0.25 + exact(form, mu, tau)[:, -len(rows) :]

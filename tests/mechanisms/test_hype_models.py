@@ -47,9 +47,18 @@ def test_cross_attention_keeps_its_dot_product_and_is_refused_by_patch():
 def test_it_supplies_positions_where_there_are_none():
     """Without positions a decoder cannot tell the order of what it has read; with HyPE it can."""
     config = hf.SmolLM3Config(
-        vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, no_rope_layers=[0], use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        no_rope_layers=[0],
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     torch.manual_seed(0)
     model = hf.SmolLM3ForCausalLM(config).eval()
     ids = ids_of(model)

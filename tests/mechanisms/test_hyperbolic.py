@@ -97,8 +97,12 @@ def test_points_beyond_the_clip_lie_on_it(distance, dtype):
     for size in (1e2, torch.finfo(DTYPES[dtype]).max / 4):
         x = (direction * size).to(DTYPES[dtype])[None, None]
         got = hyperbolic_scores(x, x, scale=1.0, distance=distance)
-        expected = oracle.scores(direction[None, None] * 100, direction[None, None] * 100, scale=1.0,
-                                 distance_name=distance)  # fmt: skip
+        expected = oracle.scores(
+            direction[None, None] * 100,
+            direction[None, None] * 100,
+            scale=1.0,
+            distance_name=distance,
+        )
         assert torch.isfinite(got).all() and not got.diagonal(dim1=-2, dim2=-1).any()
         assert float(got[0, 0, 0, 1]) == pytest.approx(expected[0, 0, 0, 1], rel=1e-3)
 

@@ -79,8 +79,14 @@ def test_windows_offsets_and_bias(backend, distance):
     bias = tensor(1, 2, 5, 12, seed=92)
     options = Options(is_causal=True, window=4, offset=7, bias=bias)
     out, _ = attention(alone(q, k, distance), v, options, backend=backend)
-    want, _ = softmax.attention(oracle.dense_scores(q, k, distance_name=distance), v, causal=True, window=4,
-                                offset=7, bias=bias)  # fmt: skip
+    want, _ = softmax.attention(
+        oracle.dense_scores(q, k, distance_name=distance),
+        v,
+        causal=True,
+        window=4,
+        offset=7,
+        bias=bias,
+    )
     assert_close(out, want, 1e-9, "output")
 
 
@@ -218,8 +224,10 @@ def test_a_blend_is_as_exact_far_out(backend, radius):
     rows = slice(1, 60)
     assert_close(
         got[..., rows, 200:260] - got[..., rows, 300:301],
-        exact[..., rows, 200:260] - exact[..., rows, 300:301], 2e-3, "differences of logits",
-    )  # fmt: skip
+        exact[..., rows, 200:260] - exact[..., rows, 300:301],
+        2e-3,
+        "differences of logits",
+    )
 
 
 @every_fast_engine
@@ -284,8 +292,11 @@ def test_pairs_that_differ_by_rounding_get_the_gradient_of_equal_ones(radius, bl
 
     def gradients(k):
         leaves = [t.clone().requires_grad_() for t in (q, k)]
-        score = (blend(*leaves, "geodesic", gate, 1.0, 1.0, 1e-9, own=1.0) if blended
-                 else alone(*leaves, "geodesic", scale=1.0))  # fmt: skip
+        score = (
+            blend(*leaves, "geodesic", gate, 1.0, 1.0, 1e-9, own=1.0)
+            if blended
+            else alone(*leaves, "geodesic", scale=1.0)
+        )
         out, _ = attention(score, eye, backend="blockwise")
         return torch.autograd.grad((out * pull).sum(), leaves)
 

@@ -45,8 +45,15 @@ def test_gradients_equal_the_oracles(backend, setting, dtype, rtol, kv_heads):
     )
     plain = leaves(*(t.double() for t in inputs))
     pull = tensor(2, 4, 119, 16, seed=43)
-    out = attend(*inputs[:3], setting, backend, is_causal=True, enable_gqa=True, curvature=inputs[3],
-                 temperature=inputs[4])  # fmt: skip
+    out = attend(
+        *inputs[:3],
+        setting,
+        backend,
+        is_causal=True,
+        enable_gqa=True,
+        curvature=inputs[3],
+        temperature=inputs[4],
+    )
     want = dense(*plain[:3], setting, causal=True, curvature=plain[3], temperature=plain[4])
     grads = [
         torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, inputs), (want, plain))

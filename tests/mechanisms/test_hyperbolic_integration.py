@@ -63,8 +63,10 @@ def manual(call, name, c, tau, gate, share, mode):
     if (
         options.softcap
     ):  # in a blend the host's own logits are capped, in a replacement those that take their place
-        dot, other = ((options.softcap * torch.tanh(x / options.softcap)) if capped else x
-                      for x, capped in ((dot, True), (other, mode == "replace")))  # fmt: skip
+        dot, other = (
+            (options.softcap * torch.tanh(x / options.softcap)) if capped else x
+            for x, capped in ((dot, True), (other, mode == "replace"))
+        )
     gate = torch.as_tensor(gate, dtype=torch.float64).reshape(-1, 1, 1)
     logits = dot + gate * other if mode == "blend" else (1 - gate) * dot + gate * other
     mean, weights = softmax.attention(logits, v, causal=options.is_causal, sinks=options.sinks)
@@ -193,12 +195,21 @@ def test_other_aggregations_are_refused_beside_it():
         del MECHANISMS["toy_mean"]
 
 
-@pytest.mark.parametrize("bad, allowed", [
-    ({"curvature": 0.0}, "above 0"), ({"curvature": -1.0}, "above 0"), ({"curvature": float("nan")}, "finite"),
-    ({"curvature": float("inf")}, "finite"), ({"temperature": 0}, "above 0"), ({"temperature": -2.5}, "above 0"),
-    ({"temperature": "hot"}, "float"), ({"distance": "chord"}, "squared_lorentz"), ({"aggregation": None}, "None"),
-    ({"aggregation": "klein"}, "einstein"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, allowed",
+    [
+        ({"curvature": 0.0}, "above 0"),
+        ({"curvature": -1.0}, "above 0"),
+        ({"curvature": float("nan")}, "finite"),
+        ({"curvature": float("inf")}, "finite"),
+        ({"temperature": 0}, "above 0"),
+        ({"temperature": -2.5}, "above 0"),
+        ({"temperature": "hot"}, "float"),
+        ({"distance": "chord"}, "squared_lorentz"),
+        ({"aggregation": None}, "None"),
+        ({"aggregation": "klein"}, "einstein"),
+    ],
+)
 def test_configs_refuse_by_name_value_and_range(bad, allowed):
     with pytest.raises(ValueError) as caught:
         ha.HyperbolicConfig(**bad)

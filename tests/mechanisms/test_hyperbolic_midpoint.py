@@ -37,8 +37,12 @@ def test_midpoint_minimises_the_squared_lorentz_distance(c):
     v, weights = tensor(5, 3, seed=52, scale=1.5), torch.softmax(tensor(1, 5, seed=53), -1)
 
     def cost(u):
-        return (weights * -hyperbolic_scores(u[None, None], v[None, None], scale=1.0, curvature=c,
-                                             distance="squared_lorentz")[0, 0]).sum(-1)  # fmt: skip
+        return (
+            weights
+            * -hyperbolic_scores(
+                u[None, None], v[None, None], scale=1.0, curvature=c, distance="squared_lorentz"
+            )[0, 0]
+        ).sum(-1)
 
     best = middle(weights, v, c)
     steps = tensor(200, 3, seed=54)
@@ -49,8 +53,10 @@ def test_midpoint_minimises_the_squared_lorentz_distance(c):
 def test_midpoint_of_two_equal_weights_is_halfway():
     x, y = tensor(2, 1, 3, seed=55)
     half = middle(torch.full((1, 2), 0.5), torch.cat([x, y]))[None, None]
-    to_x, to_y, across = (-hyperbolic_scores(a, b, scale=1.0) for a, b in
-                          ((half, x[None, None]), (half, y[None, None]), (x[None, None], y[None, None])))  # fmt: skip
+    to_x, to_y, across = (
+        -hyperbolic_scores(a, b, scale=1.0)
+        for a, b in ((half, x[None, None]), (half, y[None, None]), (x[None, None], y[None, None]))
+    )
     assert_close(to_x, across / 2, 1e-10, "distance to one end")
     assert_close(to_y, across / 2, 1e-10, "distance to the other end")
 

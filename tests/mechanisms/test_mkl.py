@@ -54,8 +54,18 @@ def test_it_is_what_the_formula_says(form, backend):
     row, column = betas(form)
     mask = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(2)) > 0.3
     mask[0, :, 2] = False
-    out = mkl_attention(q, k, v, mask, scale=0.4, enable_gqa=True, beta=row, key_beta=column,
-                        combine=form.startswith("combined"), backend=backend)  # fmt: skip
+    out = mkl_attention(
+        q,
+        k,
+        v,
+        mask,
+        scale=0.4,
+        enable_gqa=True,
+        beta=row,
+        key_beta=column,
+        combine=form.startswith("combined"),
+        backend=backend,
+    )
     logits = 0.4 * torch.einsum("bhnd,bhmd->bhnm", q, k.repeat_interleave(2, 1))
     expected, _ = attention(weighted(logits.numpy(), form, row, column), v, mask=mask)
     assert_close(out, torch.from_numpy(expected), 1e-12)
@@ -71,8 +81,16 @@ def test_gradcheck(form):
     leaves = [q, k, v, *(t.requires_grad_() for t in (row, column) if t is not None)]
 
     def run(q, k, v, row, column=None):
-        return mkl_attention(q, k, v, is_causal=True, enable_gqa=True, beta=row, key_beta=column,
-                             combine=form.startswith("combined"))  # fmt: skip
+        return mkl_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            enable_gqa=True,
+            beta=row,
+            key_beta=column,
+            combine=form.startswith("combined"),
+        )
 
     assert torch.autograd.gradcheck(run, leaves)
 
@@ -106,8 +124,10 @@ def test_weights_sum_to_the_number_of_heads():
         )
         part = head_weights(beta, (1, 4))
         index = torch.tensor([0, 2, 3])
-        assert torch.equal(part.index_select(min(1, beta.dim() - 1), index), torch.ones_like(part).index_select(
-            min(1, beta.dim() - 1), index))  # fmt: skip
+        assert torch.equal(
+            part.index_select(min(1, beta.dim() - 1), index),
+            torch.ones_like(part).index_select(min(1, beta.dim() - 1), index),
+        )
         assert_close(
             part.sum(min(1, beta.dim() - 1)),
             torch.full_like(part.sum(min(1, beta.dim() - 1)), 5.0),
@@ -121,10 +141,16 @@ def test_refused_arguments():
     q, k, v = qkv(2, 4, 2)
     for given, said in (
         (dict(beta=torch.zeros(2)), r"beta has shape \(2,\); allowed: \(4,\)"),
-        (dict(beta=torch.zeros(4), key_beta=torch.zeros(2, 4, 5)), r"beta has shape \(4,\); allowed: \(2, 4, 5\)"),
+        (
+            dict(beta=torch.zeros(4), key_beta=torch.zeros(2, 4, 5)),
+            r"beta has shape \(4,\); allowed: \(2, 4, 5\)",
+        ),
         (dict(beta=torch.zeros(2, 4, 5), key_beta=torch.zeros(4)), r"key_beta has shape \(4,\)"),
-        (dict(beta=torch.zeros(4), combine=True, attn_mask=torch.zeros(1, 4, 5, 5)), ".* a mask for every head"),
-    ):  # fmt: skip
+        (
+            dict(beta=torch.zeros(4), combine=True, attn_mask=torch.zeros(1, 4, 5, 5)),
+            ".* a mask for every head",
+        ),
+    ):
         with pytest.raises(ValueError, match=said):
             mkl_attention(q, k, v, enable_gqa=True, **given)
 

@@ -38,8 +38,12 @@ def test_global_weights_and_key_tying():
         other.self_attn.hyper.mkl.load_state_dict(one.self_attn.hyper.mkl.state_dict())
     inputs = {"input_ids": ids_of(near)}
     torch.testing.assert_close(logits(near, **inputs), logits(alone, **inputs), atol=1e-5, rtol=0)
-    tied = ha.patch_model(model_of("llama", "eager"), MklConfig(), ha.HsaConfig(windows=(2,), near=2, sinks=1,
-                          refine_top_k=1), mode="replace")  # fmt: skip
+    tied = ha.patch_model(
+        model_of("llama", "eager"),
+        MklConfig(),
+        ha.HsaConfig(windows=(2,), near=2, sinks=1, refine_top_k=1),
+        mode="replace",
+    )
     perturb(tied, 0.5)
     plain = generate(tied, inputs, use_cache=False)
     assert torch.equal(generate(tied, inputs), plain)

@@ -344,9 +344,15 @@ def test_starts_constants_and_heads_of_a_config():
     call, out = seen[0]
     expected = F.scored_attention(
         *(call.query, call.key, call.value),
-        call.options.mask, is_causal=call.options.is_causal, scale=call.scale, enable_gqa=True, score="far",
-        weight=torch.tensor([0.1, 0.2, 0.3, 0.4]), power=1.5, direction=0.3,
-    )  # fmt: skip
+        call.options.mask,
+        is_causal=call.options.is_causal,
+        scale=call.scale,
+        enable_gqa=True,
+        score="far",
+        weight=torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        power=1.5,
+        direction=0.3,
+    )
     real = inputs["attention_mask"].bool() if "attention_mask" in inputs else slice(None)
     assert_close(out.transpose(1, 2)[real], expected.transpose(1, 2)[real], 1e-5, "output")
 

@@ -251,8 +251,16 @@ def test_hosts_with_more_than_products(host, padded, runs):
 def model_of(rules, lengths=None):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=32, num_hidden_layers=2, pad_token_id=0,
-                         num_attention_heads=6, num_key_value_heads=3, head_dim=8)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        pad_token_id=0,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     return ha.patch_model(model, ha.SparseConfig(rules=rules, lengths=lengths), mode="replace")

@@ -358,8 +358,13 @@ def test_a_rule_that_changes_what_is_seen_goes_by_a_mask(runs):
     q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
     each = OnlyNewPages(near=4, page=4, top=3)
     out = sparse_attention(q, k, v, is_causal=True, rules=each)
-    changed = sparse_attention(q, torch.randn_like(k).where(torch.arange(40)[:, None] < 10, k), v, is_causal=True,
-                               rules=each)  # fmt: skip
+    changed = sparse_attention(
+        q,
+        torch.randn_like(k).where(torch.arange(40)[:, None] < 10, k),
+        v,
+        is_causal=True,
+        rules=each,
+    )
     assert runs == [False, False] and not each.mask(q, k)[..., :10].any()
     torch.testing.assert_close(
         out[:, :, 10:14], changed[:, :, 10:14]

@@ -121,8 +121,18 @@ def test_ones_make_it_ordinary_attention(backend, how):
         else mask[:, None, None].expand(2, 1, 9, 9) & torch.ones(9, 9, dtype=torch.bool).tril()
     )
     causal, windows = how != "padded", (None, 3) if how == "windowed" else None
-    out = trilinear_attention(q, k, v, torch.ones_like(k), torch.ones_like(v), mask, is_causal=causal, enable_gqa=True,
-                              windows=windows, backend=backend)  # fmt: skip
+    out = trilinear_attention(
+        q,
+        k,
+        v,
+        torch.ones_like(k),
+        torch.ones_like(v),
+        mask,
+        is_causal=causal,
+        enable_gqa=True,
+        windows=windows,
+        backend=backend,
+    )
     given = mask if causal is False else None
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, given, is_causal=causal, enable_gqa=True

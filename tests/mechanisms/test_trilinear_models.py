@@ -77,8 +77,10 @@ def test_it_is_what_the_formula_says(name, mode, causal):
         q = q * (1 + p["diagonal"])[:, None]
     if "query_factor" in p:
         unit = torch.eye(6, dtype=torch.float64)[: layer.rank]
-        q, k, k2 = (torch.einsum("grf,bgmf->bgmr", unit + p[f"{n}_factor"], x)
-                    for n, x in (("query", q), ("key", k), ("key2", k2)))  # fmt: skip
+        q, k, k2 = (
+            torch.einsum("grf,bgmf->bgmr", unit + p[f"{n}_factor"], x)
+            for n, x in (("query", q), ("key", k), ("key2", k2))
+        )
     windows = CONFIGS[name].windows or (None, None)
     three, _ = by_hand.attention(q, k, v, k2, v2, scale=0.4, causal=causal, windows=windows)
     pairs = 0.4 * torch.einsum("bhnd,bhmd->bhnm", call.query, call.key.repeat_interleave(2, 1))

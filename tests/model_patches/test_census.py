@@ -77,8 +77,19 @@ def test_dicts_of_names_are_known():
         for stem, text in modelling_files().items()
         if re.search(r"_ATTENTION_CLASSES\[", text)
     }
-    known = {"bark", "data2vec_vision", "deepseek_ocr2", "falcon", "git", "gpt_neo", "gptj", "sam", "sam_hq",
-             "superglue", "unlimited_ocr"}  # fmt: skip
+    known = {
+        "bark",
+        "data2vec_vision",
+        "deepseek_ocr2",
+        "falcon",
+        "git",
+        "gpt_neo",
+        "gptj",
+        "sam",
+        "sam_hq",
+        "superglue",
+        "unlimited_ocr",
+    }
     assert stems <= known
 
 

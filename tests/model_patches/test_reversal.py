@@ -179,10 +179,17 @@ def test_served_part_of_a_composite():
     )
     decoder = transformers.RemBertForCausalLM(
         transformers.RemBertConfig(
-            vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=37,
-            is_decoder=True, add_cross_attention=True, input_embedding_size=16, output_embedding_size=16,
+            vocab_size=60,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=37,
+            is_decoder=True,
+            add_cross_attention=True,
+            input_embedding_size=16,
+            output_embedding_size=16,
         )
-    )  # fmt: skip
+    )
     model = transformers.EncoderDecoderModel(encoder=encoder.eval(), decoder=decoder.eval()).eval()
     inputs = padded("right") | {"decoder_input_ids": ids(length=7)["input_ids"]}
     expected = outputs(model, inputs)

@@ -39,8 +39,10 @@ def lowest_apex(p, q, descends, radius, ceiling):
         for u in range(-4, 5):
             for w in range(-2, 3):
                 u_step, w_step = u * span / 4, w * span / 4
-                spot = [centre[0] + u_step * along[0] - w_step * along[1],
-                        centre[1] + u_step * along[1] + w_step * along[0]]  # fmt: skip
+                spot = [
+                    centre[0] + u_step * along[0] - w_step * along[1],
+                    centre[1] + u_step * along[1] + w_step * along[0],
+                ]
                 height = _lowest_at(spot, p, q, descends, radius, ceiling)
                 if height is not None:
                     found.append((height, spot))

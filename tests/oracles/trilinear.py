@@ -4,9 +4,22 @@ import numpy as np
 
 
 def attention(
-    q, k, v, k2, v2, *, scale=None, mask=None, bias=None, causal=False, windows=(None, None), softcap=None,
-    sinks=None, offset=0, kept=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    k2,
+    v2,
+    *,
+    scale=None,
+    mask=None,
+    bias=None,
+    causal=False,
+    windows=(None, None),
+    softcap=None,
+    sinks=None,
+    offset=0,
+    kept=None,
+):
     """[B, H, N, d], [B, Hkv, M, d] and [B, Hkv, M, dv] arrays -> (output [B, H, N, dv], weights of j [B, H, N, M]).
 
     A query sees the pairs (j, k) of keys that are both visible to it. A sink is one more j, without a value.

@@ -63,9 +63,17 @@ def folder(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("peers") / "llama"
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=1000, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = hf.LlamaForCausalLM(config)
     if MECHANISM != "stock":
         ha.patch_model(model, CONFIGS[MECHANISM])

@@ -15,10 +15,18 @@ sys.path.insert(0, str(suite("transformers")))
 from transformers_tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor  # noqa: E402
 
 TEXT = dict(
-    vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37,
-    max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, hidden_dropout_prob=0.0,
+    vocab_size=99,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=37,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
-)  # fmt: skip
+)
 
 
 class Tester:
@@ -48,8 +56,17 @@ class Llama(Tester):
 class Gpt2(Tester):
     def get_config(self):
         drop = dict(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
-        return hf.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=512, bos_token_id=1,
-                             eos_token_id=2, pad_token_id=0, **drop)  # fmt: skip
+        return hf.GPT2Config(
+            vocab_size=99,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=512,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            **drop,
+        )
 
 
 class Bert(Tester):
@@ -70,8 +87,14 @@ class Vit(Tester):
                 "intermediate_size",
             )
         }
-        return hf.ViTConfig(**sizes, image_size=16, patch_size=4, hidden_dropout_prob=0.0,
-                            attention_probs_dropout_prob=0.0, num_labels=3)  # fmt: skip
+        return hf.ViTConfig(
+            **sizes,
+            image_size=16,
+            patch_size=4,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=3,
+        )
 
     def inputs(self) -> dict:
         return {"pixel_values": floats_tensor([self.batch_size, 3, 16, 16])}
@@ -82,11 +105,25 @@ class Whisper(Tester):
 
     def get_config(self):
         return hf.WhisperConfig(
-            vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=37, decoder_ffn_dim=37, num_mel_bins=8, dropout=0.0,
-            max_source_positions=30, max_target_positions=40, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-            decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
-        )  # fmt: skip
+            vocab_size=99,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=37,
+            decoder_ffn_dim=37,
+            num_mel_bins=8,
+            dropout=0.0,
+            max_source_positions=30,
+            max_target_positions=40,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=3,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
 
     def inputs(self) -> dict:
         ids = ids_tensor([self.batch_size, self.seq_length], 80) + 5

@@ -111,8 +111,11 @@ def test_queued_experiments_are_read_when_they_are_done(monkeypatch):
         "without question": 0.4,
     }
     kinds["without context"] = 0.4
-    runs = {f"{k}, seed {s}": {"accuracy": a + s / 100 + (k != "three-way") * s / 1000}
-            for k, a in kinds.items() for s in range(3)}  # fmt: skip
+    runs = {
+        f"{k}, seed {s}": {"accuracy": a + s / 100 + (k != "three-way") * s / 1000}
+        for k, a in kinds.items()
+        for s in range(3)
+    }
     monkeypatch.setattr(
         findings,
         "load",
@@ -120,8 +123,11 @@ def test_queued_experiments_are_read_when_they_are_done(monkeypatch):
     )
     text, verdict = findings.coattention()
     assert verdict == HOLDS and text.startswith("points, 3 pairs: +2.9")
-    runs = {f"joined, {k}, 2 layers, seed {s}": {"accuracy": a + s / 100 + (k == "flat") * s / 1000}
-            for k, a in {"tree": 0.80, "flat": 0.78}.items() for s in range(3)}  # fmt: skip
+    runs = {
+        f"joined, {k}, 2 layers, seed {s}": {"accuracy": a + s / 100 + (k == "flat") * s / 1000}
+        for k, a in {"tree": 0.80, "flat": 0.78}.items()
+        for s in range(3)
+    }
     monkeypatch.setattr(
         findings, "load", lambda name: {"settings": {"seeds": [0, 1, 2]}, "runs": runs}
     )

@@ -109,9 +109,10 @@ def test_a_neighbourhood_is_a_tree_and_shuffled_holds_the_same_with_their_roles(
     assert tree.parents.tolist() == [11, *[9] * 4, *[10] * 4, 11, 11, -1]
 
 
-@pytest.mark.parametrize("name, small, row", [
-    ("graphs", SMALL, "| umbral cone, psi |"), ("graph_trees", SMALL_TREES, "| shuffled tree |")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, small, row",
+    [("graphs", SMALL, "| umbral cone, psi |"), ("graph_trees", SMALL_TREES, "| shuffled tree |")],
+)
 def test_two_steps_of_every_kind(name, small, row, tmp_path):
     experiment, drawn = EXPERIMENTS[name]
     assert store.perform(store.Experiment(name, small, experiment.runs), tmp_path)

@@ -54,9 +54,13 @@ def test_what_is_cut_off_keeps_its_end():
 
 def classifier():
     config = hf.BertConfig(
-        vocab_size=200, hidden_size=16, num_hidden_layers=6, num_attention_heads=2, intermediate_size=16,
+        vocab_size=200,
+        hidden_size=16,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        intermediate_size=16,
         max_position_embeddings=128,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     return hf.BertForSequenceClassification(config).eval()
 

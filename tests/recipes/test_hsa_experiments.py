@@ -205,9 +205,15 @@ def classifier(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(names))
     tokenizer = hf.BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=40)
     config = hf.RobertaConfig(
-        vocab_size=15, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=80, pad_token_id=0, initializer_range=0.5,
-    )  # fmt: skip
+        vocab_size=15,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=80,
+        pad_token_id=0,
+        initializer_range=0.5,
+    )
     model = hf.RobertaForSequenceClassification(config)
     for part in (tokenizer, model):
         part.save_pretrained(tmp_path / "model-x")

@@ -72,8 +72,11 @@ def small_settings() -> dict:
 def test_only_what_is_replaced_is_another(small, row):
     """Above all the score itself: each row's attention over the untouched layer's input, by its definition."""
     stock, model = recovered.pretrained(), recovered.model_of(small, row, [1, 2], 3)
-    same = {name for name, p in model.named_parameters() if name in stock.state_dict()
-            and torch.equal(p, stock.state_dict()[name])}  # fmt: skip
+    same = {
+        name
+        for name, p in model.named_parameters()
+        if name in stock.state_dict() and torch.equal(p, stock.state_dict()[name])
+    }
     other = stock.state_dict().keys() - same - {"lm_head.weight"}
     redrawn = {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in (1, 2) for x in "qk"}
     assert other == (redrawn if "start" in small["rows"][row] else set())

@@ -131,8 +131,10 @@ def test_two_steps_of_every_row_of_the_plan(tmp_path, monkeypatch):
     translation_tables.draw(tmp_path, page, tmp_path)
     text = page.read_text()
     assert "not done yet" not in text and "| umbral cone, psi | 4 |" in text and "p = " in text
-    mine, others = ([found["runs"][f"{kind}, width 4, seed {seed}"]["bleu"] for seed in (2, 3)]
-                    for kind in ("umbral cone, xi", "dot product"))  # fmt: skip
+    mine, others = (
+        [found["runs"][f"{kind}, width 4, seed {seed}"]["bleu"] for seed in (2, 3)]
+        for kind in ("umbral cone, xi", "dot product")
+    )
     assert (
         f"| {(sum(mine) - sum(others)) / 2:+.2f} (" in text.split("<!-- translation-again -->")[1]
     )

@@ -34,14 +34,32 @@ ADVICE = re.compile(
 )
 #: Errors of others that are a clear refusal: (road, words, why they will do).
 OTHERS = [
-    (r"without the plugin", r"attn_implementation=.{0,9}(hf_hyperattn|cone|hype|hsa|hyperbolic)",
-     "Transformers names the implementation that is missing"),
-    (r"without the plugin", r"model type `?(hf_hyperattn|hyperattn|hat)\w*",
-     "Transformers names the model type that is missing"),
-    (r"a batch of two adapters", r"Length of `adapter_names`", "PEFT counts rows, and HAT's are segments"),
-    (r"^load with a head", r"Unrecognized configuration class .*HatEncoderConfig", "Transformers names the class"),
-    (r"^stock class", r"(Unexpected|Missing) key\(s\) in state_dict", "torch lists the parameters without a place"),
-]  # fmt: skip
+    (
+        r"without the plugin",
+        r"attn_implementation=.{0,9}(hf_hyperattn|cone|hype|hsa|hyperbolic)",
+        "Transformers names the implementation that is missing",
+    ),
+    (
+        r"without the plugin",
+        r"model type `?(hf_hyperattn|hyperattn|hat)\w*",
+        "Transformers names the model type that is missing",
+    ),
+    (
+        r"a batch of two adapters",
+        r"Length of `adapter_names`",
+        "PEFT counts rows, and HAT's are segments",
+    ),
+    (
+        r"^load with a head",
+        r"Unrecognized configuration class .*HatEncoderConfig",
+        "Transformers names the class",
+    ),
+    (
+        r"^stock class",
+        r"(Unexpected|Missing) key\(s\) in state_dict",
+        "torch lists the parameters without a place",
+    ),
+]
 
 
 @dataclass

@@ -111,13 +111,33 @@ def pack_call(
         )
     drop, mask_is_bool = options.dropout_p, mask is not None and mask.dtype == torch.bool
     call = CALL.pack(
-        table, batch, heads, kv_heads, n, m, width, value.shape[-1],
-        *matrices, half, *addresses[:2], *tables, *pairs,
-        mask_is_bool, options.is_causal, options.window or 0, options.offset, torch.get_num_threads(),
-        addresses[2], scale, options.softcap or 0.0,
-        min(int(drop * 2**32), 2**32 - 1), int(extras["seed"]) if drop else 0, 1 / (1 - drop),
-        out.data_ptr(), lse.data_ptr(),
-    )  # fmt: skip
+        table,
+        batch,
+        heads,
+        kv_heads,
+        n,
+        m,
+        width,
+        value.shape[-1],
+        *matrices,
+        half,
+        *addresses[:2],
+        *tables,
+        *pairs,
+        mask_is_bool,
+        options.is_causal,
+        options.window or 0,
+        options.offset,
+        torch.get_num_threads(),
+        addresses[2],
+        scale,
+        options.softcap or 0.0,
+        min(int(drop * 2**32), 2**32 - 1),
+        int(extras["seed"]) if drop else 0,
+        1 / (1 - drop),
+        out.data_ptr(),
+        lse.data_ptr(),
+    )
     return call, alive
 
 
@@ -193,12 +213,19 @@ def backward(
     core.hyper_backward(
         call,
         SLOTS.pack(
-            address_of(grad), address_of(delta), chunks, address_of(sums), *map(ctypes.addressof, tables),
-            address_of(head, torch.float64), address_of(query, a.query.dtype), address_of(key, a.key.dtype),
-            address_of(value, a.value.dtype), query.shape[-1],
+            address_of(grad),
+            address_of(delta),
+            chunks,
+            address_of(sums),
+            *map(ctypes.addressof, tables),
+            address_of(head, torch.float64),
+            address_of(query, a.query.dtype),
+            address_of(key, a.key.dtype),
+            address_of(value, a.value.dtype),
+            query.shape[-1],
             *(address_of(factors[n]) if n in factors else 0 for n in serialize.LEARNED[:2]),
         ),
-    )  # fmt: skip
+    )
     row = [t.sum(0) for t in row]
     if "sinks" in a.extras:
         top = lse[0].masked_fill(

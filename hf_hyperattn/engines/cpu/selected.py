@@ -124,10 +124,20 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def pack(
-    tensors: Sequence[Tensor], chosen: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, scale: float,
-    out: Tensor, lse: Tensor, earlier: int = 0, softcap: float = 0.0, window: int = 0, sinks: Tensor | None = None,
+    tensors: Sequence[Tensor],
+    chosen: Tensor,
+    rules: Sequence[int],
+    spans: Sequence[int],
+    offset: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    earlier: int = 0,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
     bias: Tensor | None = None,
-) -> tuple[bytes, list]:  # fmt: skip
+) -> tuple[bytes, list]:
     """`struct Selected`, and what must live as long as it."""
     sinks = None if sinks is None else sinks.float().contiguous()
     bias = None if bias is None else _rows(bias.float())
@@ -138,18 +148,46 @@ def pack(
     arrays = layout.rules, library.longs(spans[:batch]), library.longs(spans[batch:])
     rules_at, starts, stops = map(ctypes.addressof, arrays)
     call = SELECTED.pack(
-        *query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3], *matrices,
-        query.dtype != torch.float32, offset, torch.get_num_threads(), rules_at, chosen.data_ptr(), chosen.shape[1],
-        starts, stops, scale, softcap, window, 0 if sinks is None else sinks.data_ptr(), *of_bias,
-        out.data_ptr(), lse.data_ptr(),
-    )  # fmt: skip
+        *query.shape[:2],
+        key.shape[1],
+        query.shape[2],
+        key.shape[2],
+        query.shape[3],
+        value.shape[3],
+        *matrices,
+        query.dtype != torch.float32,
+        offset,
+        torch.get_num_threads(),
+        rules_at,
+        chosen.data_ptr(),
+        chosen.shape[1],
+        starts,
+        stops,
+        scale,
+        softcap,
+        window,
+        0 if sinks is None else sinks.data_ptr(),
+        *of_bias,
+        out.data_ptr(),
+        lse.data_ptr(),
+    )
     return call, [arrays, tensors, chosen, sinks, bias]
 
 
 def compute(
-    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, rules: Sequence[int], spans: Sequence[int],
-    offset: int, scale: float, softcap: float, window: int, sinks: Tensor | None, bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Tensor,
+    rules: Sequence[int],
+    spans: Sequence[int],
+    offset: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] in float32; of each row the largest logit and 1 over its sum of weights, [2, B, H, N]."""
     tensors = [_rows(t) for t in (query, key, value)]
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
@@ -174,10 +212,22 @@ def _(query, key, value, chosen, rules, spans, offset, scale, softcap, window, s
 
 @torch.library.custom_op("hf_hyperattn::selected_backward", mutates_args=())
 def gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor,
-    rules: Sequence[int], spans: Sequence[int], offset: int, scale: float, softcap: float, window: int,
-    sinks: Tensor | None, bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Tensor,
+    rules: Sequence[int],
+    spans: Sequence[int],
+    offset: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks, in their dtype; the last is empty without sinks."""
     tensors, core = [_rows(t) for t in (query, key, value)], library.core()
     grad, out, lse = grad.float().contiguous(), out.contiguous(), lse.contiguous()
@@ -252,9 +302,16 @@ refuse_in_operator(gradients, "backend='cpu'")
 
 
 def compute_choice(
-    query: Tensor, key: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, earlier: int,
-    summaries: Sequence[Tensor], kept: Tensor | None = None, window: int = 0,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    rules: Sequence[int],
+    spans: Sequence[int],
+    offset: int,
+    earlier: int,
+    summaries: Sequence[Tensor],
+    kept: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
     """What `chosen_pages` returns."""
     tensors = [_rows(t) for t in (query, key, key)]
     shape = _choice_shape(query, key.shape[2], rules, earlier)
@@ -360,9 +417,18 @@ def page_summaries(
     key = _rows(key)
     arrays = library.longs(starts), library.longs(begin), library.longs(end)
     call = SUMMARIES.pack(
-        key.data_ptr(), *key.stride()[:3], out.data_ptr(), *out.stride()[:3], key.dtype != torch.float32,
-        *key.shape[:2], key.shape[3], page, bounds, torch.get_num_threads(), *map(ctypes.addressof, arrays),
-    )  # fmt: skip
+        key.data_ptr(),
+        *key.stride()[:3],
+        out.data_ptr(),
+        *out.stride()[:3],
+        key.dtype != torch.float32,
+        *key.shape[:2],
+        key.shape[3],
+        page,
+        bounds,
+        torch.get_num_threads(),
+        *map(ctypes.addressof, arrays),
+    )
     library.core().hyper_page_summaries(call)
 
 

@@ -121,15 +121,55 @@ def store_sums(LSE, place, row_step, top, weight, there, WHOLE: tl.constexpr, FU
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    Q, K, V, NUMBERS, MASKS, SINKS, SEED, DOUBT, OUT, LSE, SUM,
-    heads, n, m, column_heads, row_step, offset, window, scale, softcap, dropout,
-    SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, POINTS: tl.constexpr, SLACK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, FACTORS: tl.constexpr, FUSED: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr, CAREFUL: tl.constexpr,
-    PACKED: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PACK: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    NUMBERS,
+    MASKS,
+    SINKS,
+    SEED,
+    DOUBT,
+    OUT,
+    LSE,
+    SUM,
+    heads,
+    n,
+    m,
+    column_heads,
+    row_step,
+    offset,
+    window,
+    scale,
+    softcap,
+    dropout,
+    SCORE: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    INEXACT: tl.constexpr,
+    POINTS: tl.constexpr,
+    SLACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    FUSED: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    TRUTH: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    PACKED: tl.constexpr,
+    SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
+    PACK: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """OUT [B, H, N, DV] and LSE [2, B, H, N], float32: what `store_sums` says, rows that see nothing 0 and +inf.
 
     With PARTS > 1 they are [PARTS, B, H, N, DV], not yet divided by SUM [PARTS, B, H, N], and LSE is the maximum.
@@ -184,10 +224,36 @@ def attention_forward(
             factor_k = column[COLUMNS] if FACTORS else None
             dot = multiplied(product(q, k), scale, factor_k, factor_q)
             s, _, inexact = logits(
-                dot, row, column, head, softcap, MASKS, queries, keys, scale, factor_q, factor_k,
-                b, h, i, j, inside & (line < m), offset, window,
-                SCORE, DISTANCE, INEXACT, POINTS, SLACK, P, CAUSAL, WINDOWED, TRUTH, CAREFUL, EDGE == 1,
-            )  # fmt: skip
+                dot,
+                row,
+                column,
+                head,
+                softcap,
+                MASKS,
+                queries,
+                keys,
+                scale,
+                factor_q,
+                factor_k,
+                b,
+                h,
+                i,
+                j,
+                inside & (line < m),
+                offset,
+                window,
+                SCORE,
+                DISTANCE,
+                INEXACT,
+                POINTS,
+                SLACK,
+                P,
+                CAUSAL,
+                WINDOWED,
+                TRUTH,
+                CAREFUL,
+                EDGE == 1,
+            )
             if INEXACT is not None:
                 doubt = doubt | inexact
             top, weight, p, shrink = online_softmax(s, top, weight, base_2, FUSED)
@@ -212,8 +278,19 @@ def attention_forward(
 
 
 @triton.jit(do_not_specialize=["row_step"])
-def combine(OUT, LSE, SUM, PART_OUT, PART_TOP, row_step, PARTS: tl.constexpr, FUSED: tl.constexpr, DV: tl.constexpr,
-            BP: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
+def combine(
+    OUT,
+    LSE,
+    SUM,
+    PART_OUT,
+    PART_TOP,
+    row_step,
+    PARTS: tl.constexpr,
+    FUSED: tl.constexpr,
+    DV: tl.constexpr,
+    BP: tl.constexpr,
+    BDV: tl.constexpr,
+):
     """OUT and LSE of one row from its parts; `row_step` is how many rows there are."""
     place = tl.program_id(0).to(tl.int64)
     parts, width = tl.arange(0, BP).to(tl.int64), tl.arange(0, BDV)

@@ -50,9 +50,20 @@ def norms_forward(
 
 @triton.jit(do_not_specialize=["rows", "length"])
 def norms_backward(
-    GRAD, X, OUT, TO, strides, rows, heads, length,
-    WIDTH: tl.constexpr, ALL: tl.constexpr, ROOT: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
+    GRAD,
+    X,
+    OUT,
+    TO,
+    strides,
+    rows,
+    heads,
+    length,
+    WIDTH: tl.constexpr,
+    ALL: tl.constexpr,
+    ROOT: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+):
     """TO [rows, ALL]: the gradient of rows; 0 of a row of zeros, as torch has it, and beyond WIDTH."""
     row, width = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)[None, :]
     there = row < rows

@@ -182,11 +182,36 @@ def differences(queries, keys, i, j, by_query, by_key, like, WIDTH: tl.constexpr
 
 @triton.jit
 def logits(
-    dot, row, column, head, softcap, masks, queries, keys, scale, factor_q, factor_k, b, h, i, j, there, offset, window,
-    SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, POINTS: tl.constexpr, SLACK: tl.constexpr,
-    P: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr, CAREFUL: tl.constexpr,
+    dot,
+    row,
+    column,
+    head,
+    softcap,
+    masks,
+    queries,
+    keys,
+    scale,
+    factor_q,
+    factor_k,
+    b,
+    h,
+    i,
+    j,
+    there,
+    offset,
+    window,
+    SCORE: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    INEXACT: tl.constexpr,
+    POINTS: tl.constexpr,
+    SLACK: tl.constexpr,
+    P: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    TRUTH: tl.constexpr,
+    CAREFUL: tl.constexpr,
     EDGE: tl.constexpr,
-):  # fmt: skip
+):
     """The logits of a tile from its product, -inf where pairs are hidden, the squared distances that they read, and for
     which pairs the product form of these is too inexact, which says nothing where none are read.
 

@@ -33,16 +33,35 @@ SAME = """
 """.split()
 #: The modules of one of our blocks.
 BLOCK = (
-    "attention.query", "attention.key", "attention.value", "attention.out", "attention_norm", "up", "down", "norm",
-)  # fmt: skip
+    "attention.query",
+    "attention.key",
+    "attention.value",
+    "attention.out",
+    "attention_norm",
+    "up",
+    "down",
+    "norm",
+)
 BERT_LAYER = (
-    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
-    "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
-)  # fmt: skip
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "attention.output.LayerNorm",
+    "intermediate.dense",
+    "output.dense",
+    "output.LayerNorm",
+)
 DISTILBERT_LAYER = (
-    "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "sa_layer_norm", "ffn.lin1",
-    "ffn.lin2", "output_layer_norm",
-)  # fmt: skip
+    "attention.q_lin",
+    "attention.k_lin",
+    "attention.v_lin",
+    "attention.out_lin",
+    "sa_layer_norm",
+    "ffn.lin1",
+    "ffn.lin2",
+    "output_layer_norm",
+)
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,16 @@ class _HatWithHead(HatPreTrainedModel):
         """
         counted = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         body = self.hat(
-            input_ids, attention_mask, token_type_ids, inputs_embeds, segment_ids, output_attentions,
-            output_hidden_states, return_dict=True, **kwargs,
-        )  # fmt: skip
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            inputs_embeds,
+            segment_ids,
+            output_attentions,
+            output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
         logits = self.logits(body)
         loss = None if labels is None else self.loss(logits, labels, **counted)
         return self.output(

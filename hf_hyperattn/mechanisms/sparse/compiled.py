@@ -99,13 +99,30 @@ def attend(
                 rules.by_length[place][1], query, key, score.scale, text, window, queries
             )
             chosen = chosen_pages(
-                asking[:, :, : earlier + stop], searched, of_heads, spans, last - n + stop, len(queries), asker, window,
+                asking[:, :, : earlier + stop],
+                searched,
+                of_heads,
+                spans,
+                last - n + stop,
+                len(queries),
+                asker,
+                window,
                 own,
-            )  # fmt: skip
+            )
         part = selected.selected_attention(
-            raw_query[:, :, first:stop], raw_key, values, of_heads, chosen, spans=spans, offset=last - n + first,
-            scale=score.scale, softcap=options.softcap, window=window, sinks=options.sinks, bias=bias,
-        )  # fmt: skip
+            raw_query[:, :, first:stop],
+            raw_key,
+            values,
+            of_heads,
+            chosen,
+            spans=spans,
+            offset=last - n + first,
+            scale=score.scale,
+            softcap=options.softcap,
+            window=window,
+            sinks=options.sinks,
+            bias=bias,
+        )
         parts.append(part)
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     out = zero_hidden_rows(out.to(query.dtype), text.reading)
@@ -157,9 +174,16 @@ def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
 
 
 def chosen_pages(
-    query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int, asker: str,
-    window: int | None, own: dict[int, Tensor],
-) -> Lists:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    rules: Sequence[HeadRule],
+    spans: Spans,
+    last: int,
+    queries: int,
+    asker: str,
+    window: int | None,
+    own: dict[int, Tensor],
+) -> Lists:
     """The pages that the last `queries` queries choose, as `selected.chosen_pages` has them.
 
     Summaries and earlier choices that the cache of these keys keeps are used.
@@ -186,9 +210,16 @@ def chosen_pages(
         if own:
             kept = put_lists(own, rules, kept, key, queries)
         return selected.chosen_pages(
-            query, key, rules, spans=spans, offset=offset, earlier=earlier, summaries=summaries, kept=kept,
+            query,
+            key,
+            rules,
+            spans=spans,
+            offset=offset,
+            earlier=earlier,
+            summaries=summaries,
+            kept=kept,
             window=window,
-        )  # fmt: skip
+        )
 
     if cache is None or queries > 1:
         return choose(rules, None)
@@ -258,9 +289,16 @@ def put_lists(
 
 
 def by_masks(
-    heads: list[int], query: Tensor, key: Tensor, score: PairScore, value: Tensor, options: Options, rules: HeadRules,
-    text: Text, window: int | None,
-) -> Tensor:  # fmt: skip
+    heads: list[int],
+    query: Tensor,
+    key: Tensor,
+    score: PairScore,
+    value: Tensor,
+    options: Options,
+    rules: HeadRules,
+    text: Text,
+    window: int | None,
+) -> Tensor:
     """Some heads alone, [B, len(heads), N, dv], as `masked` has them; arguments as in `attend`."""
     every = query.shape[1]
     of = lambda t: repeat_heads(t, every)[:, heads]

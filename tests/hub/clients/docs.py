@@ -29,13 +29,15 @@ def main() -> None:
         f"tester/{name}"
         for name in ("SmolLM2-135M-cone", "SmolLM2-135M-cone-lora", "cone-last-third")
     ]
-    report({
-        "blocks": len(blocks),
-        "said": said.getvalue(),
-        "states": [state(repo) for repo in repos],
-        "metrics": card.data.metrics,
-        "patched": "hyper" in repr(names["other"]),
-    })  # fmt: skip
+    report(
+        {
+            "blocks": len(blocks),
+            "said": said.getvalue(),
+            "states": [state(repo) for repo in repos],
+            "metrics": card.data.metrics,
+            "patched": "hyper" in repr(names["other"]),
+        }
+    )
 
 
 if __name__ == "__main__":
