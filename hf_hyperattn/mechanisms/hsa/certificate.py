@@ -90,9 +90,20 @@ def loss_key(
     total = query.new_zeros(query.shape[:2])
     for rows, logits in _logit_blocks(query, key, scale, bias):
         part = lambda t, rows=rows: t if t is None else t[..., rows, :]
-        _, P = key_tied(query[:, :, rows], key, key[..., :1], hierarchy, is_causal=is_causal, offset=rows.start,
-                        scale=scale, window=window, mask=part(mask), bias=part(bias), weights=True,
-                        **rules)  # fmt: skip
+        _, P = key_tied(
+            query[:, :, rows],
+            key,
+            key[..., :1],
+            hierarchy,
+            is_causal=is_causal,
+            offset=rows.start,
+            scale=scale,
+            window=window,
+            mask=part(mask),
+            bias=part(bias),
+            weights=True,
+            **rules,
+        )
         assert P is not None
         hidden = ~real[:, None, None]
         seen = position_mask(options, (rows.start, rows.stop), (0, length), query.device)

@@ -196,11 +196,23 @@ def _tied_keys(
             "mask, no gradients, no attention weights; or evict=False"
         )
     return key_tied(
-        query, key, value, hierarchy, is_causal=request.is_causal and (mask is None or options.is_causal),
-        window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask,
-        bias=None if options.bias is None or options.bias.shape[-1] == 1 else options.bias[..., :stop],
-        refine_top_k=rule.refine_top_k, backend=request.backend, place=place,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        hierarchy,
+        is_causal=request.is_causal and (mask is None or options.is_causal),
+        window=options.window,
+        mask=mask,
+        dropout_p=options.dropout_p,
+        weights=request.weights,
+        **ask,
+        bias=None
+        if options.bias is None or options.bias.shape[-1] == 1
+        else options.bias[..., :stop],
+        refine_top_k=rule.refine_top_k,
+        backend=request.backend,
+        place=place,
+    )
 
 
 def attend_cached(
@@ -224,7 +236,9 @@ def attend_cached(
         return None
     if levels.held is not None and not native.serves(query):
         return attend_evicted(query, levels, **ask)
-    return attend_levels(query, levels, refine_top_k=rule.refine_top_k, is_causal=True, **ask)[0]
+    return attend_levels(
+        query, levels, refine_top_k=rule.refine_top_k, is_causal=True, lse=False, **ask
+    )[0]
 
 
 def check_kept(cache: LayerCache, rule: Rule) -> None:
@@ -432,10 +446,19 @@ def compiled(
         for x in (rule.near, rule.sinks, rule.refine_top_k)
     ]
     numbers = [
-        length, options.offset, -1 if options.window is None else options.window, rule.tying == "both",
-        rule.keep_diagonal, request.is_causal, options.is_causal, request.weights, request.chunk or 0,
-        *counts[0], *counts[1], *counts[2],
-    ]  # fmt: skip
+        length,
+        options.offset,
+        -1 if options.window is None else options.window,
+        rule.tying == "both",
+        rule.keep_diagonal,
+        request.is_causal,
+        options.is_causal,
+        request.weights,
+        request.chunk or 0,
+        *counts[0],
+        *counts[1],
+        *counts[2],
+    ]
     parts = [(name, t) for name, t in extras.items() if t is not None] + parts
     out, weights = operator.call("tied", [query, key, value], parts, sizes, numbers, 1.0)
     return out, weights if request.weights else None
@@ -460,8 +483,14 @@ def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor
         0 if is_both else tuple(numbers[9 + i * heads : 9 + (i + 1) * heads]) for i in range(3)
     )
     rule = Rule("both" if is_both else "key", bool(keep), near, sinks, top_k, extras["block_bias"])
-    options = Options(mask=extras.get("mask"), bias=extras.get("bias"), is_causal=bool(masked_causal),
-                      window=None if window < 0 else window, offset=offset, sinks=extras.get("sinks"))  # fmt: skip
+    options = Options(
+        mask=extras.get("mask"),
+        bias=extras.get("bias"),
+        is_causal=bool(masked_causal),
+        window=None if window < 0 else window,
+        offset=offset,
+        sinks=extras.get("sinks"),
+    )
     hierarchy = extras.get("ids")
     if hierarchy is None:
         hierarchy = tuple(sizes) if length < 0 else operator.unflatten(named, sizes, length)

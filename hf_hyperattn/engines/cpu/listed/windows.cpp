@@ -47,7 +47,7 @@ void clear_padding(const Windows& c, const Plan& p, int64_t b) {
       if (i < p.from || i >= p.to) {
         const int64_t at = (b * c.heads + h) * c.queries + i;
         std::fill(c.out + at * c.value_dim, c.out + (at + 1) * c.value_dim, 0.0f);
-        c.lse[at] = kInf;
+        if (c.lse) c.lse[at] = kInf;
       }
 }
 

@@ -19,7 +19,7 @@ enum Kind : int64_t { kFloat, kBfloat, kHalf };
 
 // A call as native.py lays it out. Level 0 are the tokens, level l the means over windows of widths[l] tokens.
 struct Windows {
-  float *out, *lse;              // contiguous [B, H, N, dv] and [B, H, N]
+  float *out, *lse;              // contiguous [B, H, N, dv] and [B, H, N]; lse is null if no backward pass follows
   const void* query;
   int64_t query_steps[3];
   int64_t levels;                // above the tokens
@@ -99,7 +99,7 @@ class WindowTile {
       const Running all = tile_.running(r);
       tile_.write(r, c.value_dim, c.out + (at + r) * c.value_dim);
       // of a query that sees nothing +inf: e^(logit - lse) is 0 in the backward pass
-      c.lse[at + r] = all.sum == 0 ? kInf : all.top + std::log(all.sum);
+      if (c.lse) c.lse[at + r] = all.sum == 0 ? kInf : all.top + std::log(all.sum);
     }
   }
 
@@ -114,8 +114,8 @@ class WindowTile {
   // `guarded`: values that some queries do not see may be NaN or infinite.
   void attend(int64_t b, int64_t h, int64_t first, int64_t count, bool guarded) {
     place(b, h, first, count);
-    // Scores decide which blocks refinement opens: every pass must compute them in the same order of additions.
-    start(!refines());
+    // Scores decide which blocks refinement opens: a backward pass must find the same, so it needs the same order of additions.
+    start(!refines() || !c.lse);
     cover();
     const Logits blocks = block_logits();
     tile_.weigh(blocks, closed_.count);

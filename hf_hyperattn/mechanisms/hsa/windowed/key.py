@@ -120,8 +120,16 @@ def key_tied(
 
 
 def _by_torch(
-    query, key, value, hierarchy: Hierarchy, counts, block_bias, options: Options, weights=False, place=None
-):  # fmt: skip
+    query,
+    key,
+    value,
+    hierarchy: Hierarchy,
+    counts,
+    block_bias,
+    options: Options,
+    weights=False,
+    place=None,
+):
     """`tree.key.attend`: output, log-sum-exp, and weights or None; the query is scaled."""
     near, sinks, top_k = (torch.tensor(count, device=query.device) for count in counts)
     call = tree_key.KeyTying(near, sinks, top_k, block_bias, options, weights, place)
@@ -167,7 +175,8 @@ def attend_levels(
     offset: int = 0,
     scale: float | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), without gradients.
 
     A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of the levels.
@@ -176,6 +185,7 @@ def attend_levels(
         query: [B, H, N, d] of the dtype of the means, or of the tokens.
         levels: what there is to attend to. Where some tokens are forgotten, refine_top_k must be 0.
         near, sinks, refine_top_k, block_bias, sink_logit, is_causal, offset, scale, backend: as in `key_tied`.
+        lse: False: the log-sum-exp may be None. Decoding with refinement then takes less time on the kernel.
     """
     counts: Any = [per_head(count, query.shape[1]) for count in (near, sinks, refine_top_k)]
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
@@ -184,7 +194,7 @@ def attend_levels(
     sink_logit = None if sink_logit is None else sink_logit.to(dtype)
     if _serves(query, backend):
         arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)
-        return native.forward(query, *arguments)
+        return native.forward(query, *arguments, lse=lse)
     hierarchy = Hierarchy(
         key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops
     )
@@ -217,9 +227,20 @@ def _kernel_call(
 
 
 def _operator(
-    query: Tensor, key: Tensor, value: Tensor, hierarchy: Hierarchy, near, sinks, top_k, block_bias, sink_logit,
-    is_causal: bool, offset: int, scale: float, backend: str,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hierarchy: Hierarchy,
+    near,
+    sinks,
+    top_k,
+    block_bias,
+    sink_logit,
+    is_causal: bool,
+    offset: int,
+    scale: float,
+    backend: str,
+) -> Tensor:
     """The output, as one operator that pools keys and values itself; arguments as in `attend_levels`."""
     extras = {
         "block_bias": block_bias,

@@ -77,11 +77,23 @@ def whole_vectors(t: Tensor) -> Tensor:
 
 
 def call_of(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor, lse: Tensor,
-    block_bias: Tensor | None, sink_logit: Tensor | None, spans: tuple[list[int], list[int]], sizes: Sequence[int],
-    held: Sequence[int], near: list[int], sinks: list[int], top_k: list[int], is_causal: bool, offset: int,
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor | None,
+    block_bias: Tensor | None,
+    sink_logit: Tensor | None,
+    spans: tuple[list[int], list[int]],
+    sizes: Sequence[int],
+    held: Sequence[int],
+    near: list[int],
+    sinks: list[int],
+    top_k: list[int],
+    is_causal: bool,
+    offset: int,
     scale: float,
-) -> tuple[KernelCall, list]:  # fmt: skip
+) -> tuple[KernelCall, list]:
     """The structure that the kernel reads, and what must live as long as it."""
     # A window that holds all tokens is the root, and open to every query. The kernel makes room, and loops, for all
     # children that a window may have.
@@ -92,19 +104,35 @@ def call_of(
     tables = [pointers(keys), pointers(values), steps(keys), steps(values)]
     address = ctypes.addressof
     call = KernelCall(
-        out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
-        *map(address, tables), *map(address, arrays[:2]), KINDS[keys[0].dtype], KINDS[query.dtype],
-        query.shape[0], query.shape[1], keys[0].shape[1], query.shape[2], query.shape[3], values[0].shape[3],
+        out.data_ptr(),
+        None if lse is None else lse.data_ptr(),
+        query.data_ptr(),
+        tuple(query.stride()[:3]),
+        len(sizes),
+        *map(address, tables),
+        *map(address, arrays[:2]),
+        KINDS[keys[0].dtype],
+        KINDS[query.dtype],
+        query.shape[0],
+        query.shape[1],
+        keys[0].shape[1],
+        query.shape[2],
+        query.shape[3],
+        values[0].shape[3],
         *map(address, arrays[2:5]),
-        *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[5:]), is_causal, offset,
-        torch.get_num_threads(), scale,
-    )  # fmt: skip
+        *(None if t is None else t.data_ptr() for t in extras),
+        *map(address, arrays[5:]),
+        is_causal,
+        offset,
+        torch.get_num_threads(),
+        scale,
+    )
     return call, [extras, arrays, tables]
 
 
 def forward(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest, lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N].
 
     Args:
@@ -113,6 +141,8 @@ def forward(
             bfloat16 for the tokens that they share.
         keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
         rest: As in `call_of`.
+        lse: False: None takes the place of the log-sum-exp, and a few queries that refine are computed one by one.
+            Their scores are then rounded otherwise than in a backward pass, which might open other blocks.
     """
     if keys[0].dtype != values[0].dtype:
         keys, values = ([t.float() for t in tables] for tables in (keys, values))
@@ -125,11 +155,11 @@ def forward(
         [*map(whole_vectors, values)],
     )
     out = query.new_empty(*query.shape[:3], values[0].shape[-1], dtype=torch.float32)
-    lse = out.new_empty(query.shape[:3])
-    call, alive = call_of(query, keys, values, out, lse, *rest)
+    sums = out.new_empty(query.shape[:3]) if lse else None
+    call, alive = call_of(query, keys, values, out, sums, *rest)
     library.core().hyper_windows_forward(ctypes.byref(call))
     del alive
-    return _cut(out, width), lse
+    return _cut(out, width), sums
 
 
 def _cut(t: Tensor, width: int) -> Tensor:
@@ -180,8 +210,15 @@ def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -
     counts = [t.shape[2], *(-(-t.shape[2] // size) for size in sizes)]
     tables = [t, *(t.new_empty(*t.shape[:2], n, t.shape[3]) for n in counts[1:])]
     library.core().hyper_windows_pool(
-        ctypes.c_void_p(t.data_ptr()), steps([t]), *(ctypes.c_int64(n) for n in (*t.shape[:2], t.shape[3])),
-        longs(starts), longs(stops), ctypes.c_int64(len(sizes)), longs([1, *sizes]), pointers(tables), longs(counts),
+        ctypes.c_void_p(t.data_ptr()),
+        steps([t]),
+        *(ctypes.c_int64(n) for n in (*t.shape[:2], t.shape[3])),
+        longs(starts),
+        longs(stops),
+        ctypes.c_int64(len(sizes)),
+        longs([1, *sizes]),
+        pointers(tables),
+        longs(counts),
         ctypes.c_int64(torch.get_num_threads()),
-    )  # fmt: skip
+    )
     return tables[1:]
