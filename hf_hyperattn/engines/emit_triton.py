@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .score import DistanceTerm, Term, parse_score_key
-from .trace import GRAD, LEAVES, Node, Traced, Untraceable, trace
+from .trace import LEAVES, Node, Traced, Untraceable, ancestors, trace
 
 #: Names that are not Triton's own are functions of triton/arithmetic.py.
 EXPRESSIONS = {
@@ -35,7 +35,7 @@ EXPRESSIONS = {
     "sqrt": "tl.sqrt({})",
     "exp": "exp({})",
     "expm1": "expm1({})",
-    "log": "tl.log({})",
+    "log": "log({})",
     "log1p": "log1p({})",
     "acosh1p": "log1p({} + {})",
     "sinh": "sinh({})",
@@ -44,6 +44,10 @@ EXPRESSIONS = {
     "tanh": "tanh({})",
     "sigmoid": "tl.sigmoid({})",
 }
+
+
+#: Leaves that differ from pair to pair of a row.
+OF_PAIRS = {"dot", "squared_distance", "column"}
 
 
 class SumOfTerms(Term):
@@ -142,16 +146,46 @@ class TritonWriter:
         if node not in self.names:
             arguments = [self.text(a) for a in node.args]
             expression = EXPRESSIONS[node.op].format(*arguments)
-            if node.op == "where" and arguments[1] == arguments[2]:  # but for `detach`
-                return arguments[1]
+            if node.op == "where":
+                if arguments[1] == arguments[2]:  # but for `detach`
+                    return arguments[1]
+                expression = self.extreme(node) or expression
             if node.op == "div" and node.args[1].op == "sqrt":  # one instruction
                 root = f"tl.rsqrt({self.text(node.args[1].args[0])})"
                 expression = (
                     root if node.args[0] is node.graph.number(1) else f"{arguments[0]} * {root}"
                 )
+            if node.op == "sub" and node.args[1].op == "mul":
+                # The compiler would turn x * 2 into x + x, and miss that both are one instruction.
+                factor = next((f for f in node.args[1].args if f.op == "number"), None)
+                if factor is not None:
+                    x = next(f for f in node.args[1].args if f is not factor)
+                    expression = f"tl.fma({self.text(x)}, {-factor.value}, {arguments[0]})"
             self.names[node] = f"v{node.order}"
             self.lines.append(f"v{node.order} = {expression}")
         return self.names[node]
+
+
+    def extreme(self, node: Node) -> str | None:
+        """Return a choice between two numbers by their order as a maximum or minimum: one instruction, not two."""
+        condition, chosen, other = node.args
+        if condition.op not in ("lt", "le"):
+            return None
+        smaller, larger = condition.args
+        functions = {(larger, smaller): "larger", (smaller, larger): "smaller"}
+        name = functions.get((chosen, other))
+        return name and f"{name}({self.text(smaller)}, {self.text(larger)})"
+
+    def margin(self, condition: Node) -> str:
+        """Return a number that is negative where a condition holds of squared_distance / slack, as an expression."""
+        if not self.lines:
+            self.lines.append("squared_distance = squared_distance * (1.0 / slack)")
+        if condition.op == "lt":
+            return " - ".join(map(self.text, condition.args))
+        if condition.op in ("or", "and"):
+            function = "tl.minimum" if condition.op == "or" else "tl.maximum"
+            return f"{function}({', '.join(map(self.margin, condition.args))})"
+        return f"tl.where({self.text(condition)}, -1.0, 1.0)"
 
 
 class Emitted(NamedTuple):
@@ -160,11 +194,15 @@ class Emitted(NamedTuple):
     Args:
         texts: by their names,
             score: from (dot, squared_distance, row, column, head, softcap) to the logits.
-            pull: from (grad, ...) and the same to the gradient of dot or None, tuples of those of the statistics of
-                rows and columns, and one of the slopes of the logits by the parameters. They are those by the product
-                form, wherever the distance was taken from.
+            slopes: from the same to the slopes of the logits by dot (or None), by the statistics of rows, by those of
+                columns and by the parameters, tuples. They are those by the product form, wherever the distance was
+                taken from.
             by_product: from (dot, row, column, head) to the squared distance, where the score reads one.
             is_inexact: from (squared_distance, row, column, head) to the pairs to take from differences, likewise.
+            margin, bound: from (squared_distance, slack, row, column, head) and from (slack, row, head) to numbers of a
+                pair and of a row, likewise. The margin is less than the bound for the pairs that `is_inexact` finds by
+                squared_distance / slack. The smallest margin of a row then tells whether it has such a pair. A loop
+                carries that minimum with one instruction for each pair, and a tile of truth values with several.
             factors: from (row, column, head) to what queries and keys are multiplied with for that, likewise.
         rows, columns, heads: the places of what has gradients.
         left_out: numbers at a vector's end that distances do not read.
@@ -189,17 +227,16 @@ def emitted(score_key: str, capped: bool) -> Emitted:
     assert t is not None, reason
     g, numbers = t.graph, "row, column, head"
     softcap = g.node("head", value=SumOfTerms(score_key, capped).heads - 1) if capped else None
-    by_grad, _ = t.through_logit(g.node("local", value=GRAD), masked=False)
-    by_one, _ = t.through_logit(g.number(1), masked=False)
-    learns = [n for n, d in by_grad.items() if n is not softcap and d is not g.number(0)]
+    slopes, _ = t.through_logit(g.number(1), masked=False)
+    learns = [n for n, d in slopes.items() if n is not softcap and d is not g.number(0)]
     rows, columns, heads = (
         tuple(sorted(n.value for n in learns if n.op == op)) for op in ("row", "column", "head")
     )
 
-    def gradients(w: TritonWriter) -> str:
-        of = lambda op, source, at: listed(w.text(source[g.node(op, value=i)]) for i in at)
-        dot = w.text(by_grad[g.node("dot")]) if g.node("dot") in learns else "None"
-        return f"{dot}, {of('row', by_grad, rows)}, {of('column', by_grad, columns)}, {of('head', by_one, heads)}"
+    def all_slopes(w: TritonWriter) -> str:
+        of = lambda op, at: listed(w.text(slopes[g.node(op, value=i)]) for i in at)
+        dot = w.text(slopes[g.node("dot")]) if g.node("dot") in learns else "None"
+        return f"{dot}, {of('row', rows)}, {of('column', columns)}, {of('head', heads)}"
 
     texts: dict[str, str] = {}
 
@@ -212,14 +249,27 @@ def emitted(score_key: str, capped: bool) -> Emitted:
 
     pair = f"dot, squared_distance, {numbers}, softcap"
     write("score", pair, lambda w: w.text(t.logit))
-    write("pull", f"grad, {pair}", gradients)
+    write("slopes", pair, all_slopes)
     if t.distance is not None:
         by_product, is_inexact = t.distance.by_product, t.distance.is_inexact
         write("by_product", f"dot, {numbers}", lambda w: w.text(by_product))
         factors = t.distance.factors
         write("is_inexact", f"squared_distance, {numbers}", lambda w: w.text(is_inexact))
+        if is_bounded_by_row(is_inexact):
+            write("margin", f"squared_distance, slack, {numbers}", lambda w: "squared_distance")
+            write("bound", "slack, row, head", lambda w: f"slack * {w.text(is_inexact.args[1])}")
+        else:
+            write("margin", f"squared_distance, slack, {numbers}", lambda w: w.margin(is_inexact))
+            write("bound", "slack, row, head", lambda w: "0.0")
         write("factors", numbers, lambda w: listed(w.text(f) for f in factors))
     return Emitted(texts, rows, columns, heads, 0 if t.distance is None else t.distance.left_out)
+
+
+def is_bounded_by_row(condition: Node) -> bool:
+    """Return whether a condition asks if the squared distance is less than a number of the row."""
+    if condition.op != "lt" or condition.args[0].op != "squared_distance":
+        return False
+    return not {node.op for node in ancestors(condition.args[1:])} & OF_PAIRS
 
 
 def listed(expressions: Iterable[str]) -> str:

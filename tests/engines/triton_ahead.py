@@ -6,11 +6,13 @@ import subprocess
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.language import target_info
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from hf_hyperattn.engines import DistanceTerm, Options
@@ -19,9 +21,30 @@ from hf_hyperattn.engines.serialize import OperatorCall
 from hf_hyperattn.engines.triton import launch
 
 
+#: Kinds of machine instructions, by how their names begin.
+KINDS = {
+    "special functions": ("MUFU",),
+    "products": ("HGMMA", "HMMA", "WGMMA"),
+    "float": ("FFMA", "FMUL", "FADD", "FMNMX", "FSETP", "FSEL", "FSET", "F2F"),
+    "memory": ("LD", "ST", "UTMA", "UBLK", "SHFL", "BAR", "SYNCS", "WARPGROUP", "DEPBAR", "WARPSYNC"),
+}
+
+
 @dataclass(frozen=True)
 class Built:
-    """A kernel for a chip: bytes of shared memory of a program; a thread's registers, and its bytes outside them."""
+    """A kernel that was compiled for a chip.
+
+    Args:
+        kernel: The name of the Triton function.
+        capability: Of the chip, 80 or 90.
+        config: Rows and columns of a tile, warps, stages.
+        shared: Bytes of shared memory of a program.
+        registers: Of a thread.
+        spilled: Bytes that a thread keeps outside its registers (stack).
+        ptx: What Triton wrote.
+        loops: The machine instructions of each innermost loop, in order.
+        careful: Whether it runs for near pairs alone.
+    """
 
     kernel: str
     capability: int
@@ -30,6 +53,42 @@ class Built:
     registers: int
     spilled: int
     ptx: str
+    loops: tuple[tuple[str, ...], ...]
+    careful: bool
+
+    @property
+    def main_loop(self) -> tuple[str, ...]:
+        """The loop over the tiles of which everything is seen, the first long one; the loop with edges follows."""
+        return next((loop for loop in self.loops if len(loop) > SHORT_LOOP), ())
+
+    def per_pair(self, count: int) -> float:
+        """Return a number of instructions of the main loop as a number for each pair and thread."""
+        rows, columns, warps, _ = self.config
+        return count * 32 * warps / (rows * columns)
+
+    def kinds(self) -> dict[str, float]:
+        """Return the instructions of the main loop for each pair, by kind."""
+        counts = dict.fromkeys((*KINDS, "other"), 0)
+        for name in self.main_loop:
+            kind = next((k for k, begin in KINDS.items() if name.startswith(begin)), "other")
+            counts[kind] += 1
+        return {kind: self.per_pair(count) for kind, count in counts.items()}
+
+    @property
+    def warps_that_fit(self) -> int:
+        """How many warps run on a multiprocessor at once, by registers and by shared memory."""
+        warps = self.config[2]
+        registers = -(-self.registers // 8) * 8 * 32  # of a warp; given out in units of 256
+        programs = min(REGISTERS // (registers * warps), MOST_WARPS // warps)
+        if self.shared:
+            programs = min(programs, SHARED[self.capability] // (self.shared + 1024))
+        return programs * warps
+
+
+#: Shorter loops are those over single numbers.
+SHORT_LOOP = 100
+#: Of a multiprocessor: registers, warps, and bytes of shared memory.
+REGISTERS, MOST_WARPS, SHARED = 65536, 64, {80: 164 * 1024, 90: 228 * 1024}
 
 
 def call(
@@ -107,24 +166,68 @@ def compiled(kernel, capability, args, named):
     options, signature, constexprs, attrs = kernel._pack_args(
         backend, named, bound, specialization, options
     )
-    made = triton.compile(
-        ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__
-    )
+
+    def current_target():
+        return target
+
+    current_target.__triton_builtin__ = True
+    # Kernels that ask which chip there is get this one.
+    with mock.patch.object(target_info, "current_target", current_target):
+        made = triton.compile(
+            ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__
+        )
     config = tuple(named.get(name) for name in ("BM", "BN", "num_warps", "num_stages"))
-    numbers = made.metadata.shared, *usage(made.asm["cubin"])
-    return Built(kernel.__name__, capability, config, *numbers, made.asm["ptx"])
+    registers, spilled = read_usage(made.asm["cubin"])
+    return Built(
+        kernel=kernel.__name__,
+        capability=capability,
+        config=config,
+        shared=made.metadata.shared,
+        registers=registers,
+        spilled=spilled,
+        ptx=made.asm["ptx"],
+        loops=find_loops(run_tool("nvdisasm", "-c", cubin=made.asm["cubin"])),
+        careful=bool(named.get("CAREFUL")),
+    )
 
 
-def usage(cubin):
-    """Registers of a thread, and the bytes that it keeps outside them."""
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+def run_tool(name, *options, cubin):
+    """Return what a program of NVIDIA's that comes with Triton says of a kernel."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def read_usage(cubin):
+    """Return the registers of a thread, and the bytes that it keeps outside them."""
+    said = run_tool("cuobjdump", "-res-usage", cubin=cubin)
     return tuple(int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK"))
+
+
+def find_loops(listing):
+    """Return the names of the instructions of each innermost loop, in the order of the listing.
+
+    A loop begins at a label and ends at a branch back to it; an innermost one holds no other.
+    """
+    labels, names, spans = {}, [], []
+    for line in listing.splitlines():
+        label = re.match(r"^(\.L_[\w.]+):", line)
+        if label:
+            labels[label[1]] = len(names)
+            continue
+        found = re.match(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)([^;]*);", line)
+        if found is None:
+            continue
+        names.append(found[1])
+        target = re.search(r"\.L_[\w.]+", found[2]) if found[1].startswith("BRA") else None
+        if target and target[0] in labels:
+            spans.append((labels[target[0]], len(names)))
+    holds = lambda outer, inner: outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]
+    innermost = [span for span in spans if not any(holds(span, other) for other in spans)]
+    return tuple(tuple(names[first:last]) for first, last in innermost)
 
 
 def backward(made):

@@ -100,9 +100,11 @@ def attention_backward_query(
     softcap,
     dropout,
     SCORE: tl.constexpr,
-    PULL: tl.constexpr,
+    SLOPES: tl.constexpr,
     DISTANCE: tl.constexpr,
     INEXACT: tl.constexpr,
+    MARGIN: tl.constexpr,
+    BOUND: tl.constexpr,
     POINTS: tl.constexpr,
     SLACK: tl.constexpr,
     CAREFUL: tl.constexpr,
@@ -166,7 +168,8 @@ def attention_backward_query(
         zeros(BM, D_HEADS),
         zeros(BM, D_ROWS),
     )
-    residue, doubt = tl.zeros([BM], tl.float32), tl.full([BM, BN], 0, tl.int1)
+    residue = tl.zeros([BM], tl.float32)
+    closest = tl.full([BM], float("inf"), tl.float32)
     low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
     for EDGE in tl.static_range(2):
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
@@ -177,7 +180,7 @@ def attention_backward_query(
             column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             factor_k = column[COLUMNS] if FACTORS else None
             dot = multiplied(product(q, k), scale, factor_k, factor_q)
-            s, square, inexact = logits(
+            s, square, margin = logits(
                 dot,
                 row,
                 column,
@@ -199,6 +202,7 @@ def attention_backward_query(
                 SCORE,
                 DISTANCE,
                 INEXACT,
+                MARGIN,
                 POINTS,
                 SLACK,
                 P,
@@ -209,7 +213,7 @@ def attention_backward_query(
                 EDGE == 1,
             )
             if INEXACT is not None:
-                doubt = doubt | inexact
+                closest = tl.minimum(closest, tl.min(margin, 1))
             p = weights(s, lse, FUSED)
             if share is not None:
                 p *= share
@@ -217,21 +221,21 @@ def attention_backward_query(
             if SEED is not None:
                 d_p *= kept(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
             d_s = p * (d_p - delta)
-            d_dot, by_row, _, slopes = PULL(d_s, dot, square, row, column, head, softcap)
+            by_dot, by_row, _, by_head = SLOPES(dot, square, row, column, head, softcap)
             if D_ROWS:
-                d_rows = sums(d_rows, by_row, None, D_ROWS)
-                _, by_weight, _, _ = PULL(p, dot, square, row, column, head, softcap)
-                row_means = sums(row_means, by_weight, None, D_ROWS)
+                d_rows = sums(d_rows, by_row, d_s, D_ROWS)
+                row_means = sums(row_means, by_row, p, D_ROWS)
             if D_HEADS:
-                d_heads, means = (
-                    sums(d_heads, slopes, d_s, D_HEADS),
-                    sums(means, slopes, p, D_HEADS),
-                )
+                d_heads = sums(d_heads, by_head, d_s, D_HEADS)
+                means = sums(means, by_head, p, D_HEADS)
             residue += tl.sum(d_s, 1)
-            if d_dot is not None:
-                d_q += product(multiplied(d_dot, factor_k, None, None).to(k.dtype), tl.trans(k))
+            if by_dot is not None:
+                d_dot = multiplied(d_s, by_dot, factor_k, None)
+                d_q += product(d_dot.to(k.dtype), tl.trans(k))
 
-    tell(DOUBT, doubt, CAREFUL)
+    if DOUBT is not None:
+        closest = closest[:, None] - BOUND(SLACK, row, head)
+    tell(DOUBT, closest, CAREFUL)
     own = first + tl.arange(0, BM)
     if SINKS is not None:  # a sink is a pair of its row, with a slope of 0
         sink = weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
@@ -312,9 +316,11 @@ def attention_backward_key(
     softcap,
     dropout,
     SCORE: tl.constexpr,
-    PULL: tl.constexpr,
+    SLOPES: tl.constexpr,
     DISTANCE: tl.constexpr,
     INEXACT: tl.constexpr,
+    MARGIN: tl.constexpr,
+    BOUND: tl.constexpr,
     POINTS: tl.constexpr,
     SLACK: tl.constexpr,
     CAREFUL: tl.constexpr,
@@ -365,7 +371,8 @@ def attention_backward_key(
     queries, grads = head_of(Q, b, h), head_of(GRAD, b, h)
 
     d_k, d_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
-    d_columns, doubt = zeros(BN, D_COLUMNS), tl.full([BN, BM], 0, tl.int1)
+    d_columns = zeros(BN, D_COLUMNS)
+    closest = tl.full([BN], float("inf"), tl.float32)
     first, last = block * BN, tl.minimum(block * BN + BN, m) - 1
     low, high, clean = queries_in_reach(first, last, n, offset, window, CAUSAL, WINDOWED, BM)
     for EDGE in tl.static_range(2):
@@ -383,7 +390,7 @@ def attention_backward_key(
                     row[ROWS + FACTORS + 1],
                 )
                 dot = multiplied(product(k, q), scale, factor_q, factor_k)
-                s, square, inexact = logits(
+                s, square, margin = logits(
                     dot,
                     row,
                     column,
@@ -405,6 +412,7 @@ def attention_backward_key(
                     SCORE,
                     DISTANCE,
                     INEXACT,
+                    MARGIN,
                     POINTS,
                     SLACK,
                     P,
@@ -415,7 +423,8 @@ def attention_backward_key(
                     EDGE == 1,
                 )
                 if INEXACT is not None:
-                    doubt = doubt | inexact
+                    # Queries lie across here, so their bounds are taken off pair by pair.
+                    closest = tl.minimum(closest, tl.min(margin - BOUND(SLACK, row, head), 1))
                 p = weights(s, lse, FUSED)
                 if not FUSED:
                     p *= row[ROWS + FACTORS + 2]
@@ -424,14 +433,14 @@ def attention_backward_key(
                     factor = kept(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
                     d_p, dropped = d_p * factor, p * factor
                 d_v += product(dropped.to(v.dtype), tl.trans(grad))
-                d_dot, _, by_column, _ = PULL(
-                    p * (d_p - delta), dot, square, row, column, head, softcap
-                )
-                d_columns = sums(d_columns, by_column, None, D_COLUMNS)
-                if d_dot is not None:
-                    d_k += product(multiplied(d_dot, factor_q, None, None).to(q.dtype), tl.trans(q))
+                d_s = p * (d_p - delta)
+                by_dot, _, by_column, _ = SLOPES(dot, square, row, column, head, softcap)
+                d_columns = sums(d_columns, by_column, d_s, D_COLUMNS)
+                if by_dot is not None:
+                    d_dot = multiplied(d_s, by_dot, factor_q, None)
+                    d_k += product(d_dot.to(q.dtype), tl.trans(q))
 
-    tell(DOUBT, doubt, CAREFUL)
+    tell(DOUBT, closest[:, None], CAREFUL)
     store_vectors(
         D_K,
         D_COLUMN,

@@ -145,6 +145,8 @@ def attention_forward(
     SCORE: tl.constexpr,
     DISTANCE: tl.constexpr,
     INEXACT: tl.constexpr,
+    MARGIN: tl.constexpr,
+    BOUND: tl.constexpr,
     POINTS: tl.constexpr,
     SLACK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -208,7 +210,7 @@ def attention_forward(
             top = tl.sum(tl.load(SINKS + h + i * 0).to(tl.float32), 1) * base_2
             weight += 1.0
 
-    doubt = tl.full([BM, BN], 0, tl.int1)
+    closest = tl.full([BM], float("inf"), tl.float32)
     low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
     if PARTS > 1:
         low, high, clean = part_of(low, high, clean, part, PARTS, BN)
@@ -223,7 +225,7 @@ def attention_forward(
                 column = load_statistics(column_start, j, COLUMNS + FACTORS)
             factor_k = column[COLUMNS] if FACTORS else None
             dot = multiplied(product(q, k), scale, factor_k, factor_q)
-            s, _, inexact = logits(
+            s, _, margin = logits(
                 dot,
                 row,
                 column,
@@ -245,6 +247,7 @@ def attention_forward(
                 SCORE,
                 DISTANCE,
                 INEXACT,
+                MARGIN,
                 POINTS,
                 SLACK,
                 P,
@@ -255,14 +258,16 @@ def attention_forward(
                 EDGE == 1,
             )
             if INEXACT is not None:
-                doubt = doubt | inexact
+                closest = tl.minimum(closest, tl.min(margin, 1))
             top, weight, p, shrink = online_softmax(s, top, weight, base_2, FUSED)
             if SEED is not None:
                 p *= kept(SEED, bh, i, j, dropout)
             v = load_vectors(values, tl.trans(line), width_v[None, :], m, DV, DV < BDV, EDGE == 0)
             total = total * shrink[:, None] + product(p.to(v.dtype), v)
 
-    tell(DOUBT, doubt, CAREFUL)
+    if DOUBT is not None:
+        closest = closest[:, None] - BOUND(SLACK, row, head)
+    tell(DOUBT, closest, CAREFUL)
     if SEED is not None:
         total *= 1 / (1 - dropout)
     there = tl.sum(inside.to(tl.int32), 1) > 0

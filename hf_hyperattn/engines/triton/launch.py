@@ -92,6 +92,8 @@ class TritonCall:
             "SCORE": functions["score"],
             "DISTANCE": functions.get("by_product"),
             "INEXACT": functions.get("is_inexact"),
+            "MARGIN": functions.get("margin"),
+            "BOUND": functions.get("bound"),
             "POINTS": functions.get("factors"),
             "SLACK": slack(self.d, self.query.element_size()),
             "ROWS": self.row.shape[-1] - self.factored,
@@ -301,7 +303,7 @@ def backward(
         record[..., : call.row.shape[-1]] = call.row
         shared = call.numbers() | {
             "GRAD": strided(grad),
-            "PULL": call.functions["pull"],
+            "SLOPES": call.functions["slopes"],
             "RECORD": record,
         }
         by_row: dict = {

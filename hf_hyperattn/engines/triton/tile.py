@@ -16,10 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import LOG2E
+from .arithmetic import INTERPRETED, LOG2E
 
-#: Triton's interpreter multiplies the bit patterns of bfloat16, so products are of float32 there.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 #: Rounds of Philox; seven pass all tests of randomness (Salmon et al., Parallel random numbers, 2011).
 ROUNDS = tl.constexpr(7)
 
@@ -27,7 +25,7 @@ ROUNDS = tl.constexpr(7)
 @triton.jit
 def product(a, b):
     """a · b with float32 sums; float32 factors keep their digits (three TF32 products on tensor cores)."""
-    if INTERPRETED:
+    if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
         a, b = a.to(tl.float32), b.to(tl.float32)
     if a.dtype == tl.float32:
         return tl.dot(a, b, input_precision="tf32x3")
@@ -203,6 +201,7 @@ def logits(
     SCORE: tl.constexpr,
     DISTANCE: tl.constexpr,
     INEXACT: tl.constexpr,
+    MARGIN: tl.constexpr,
     POINTS: tl.constexpr,
     SLACK: tl.constexpr,
     P: tl.constexpr,
@@ -212,8 +211,9 @@ def logits(
     CAREFUL: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """The logits of a tile from its product, -inf where pairs are hidden, the squared distances that they read, and for
-    which pairs the product form of these is too inexact, which says nothing where none are read.
+    """The logits of a tile from its product, -inf where pairs are hidden, the squared distances that they read, and the
+    margin of each pair (see `Emitted`). The last two say nothing where no distances are read, and margins nothing in a
+    CAREFUL run.
 
     CAREFUL, a tile with such a pair is taken from differences. A term's own bounds allow for an error of 4 units in the
     last place, the product leaves SLACK times as much.
@@ -226,12 +226,14 @@ def logits(
         POINTS: from numbers to what vectors are multiplied with beside that where differences are taken.
         EDGE: whether causality or the window may hide some.
     """
-    square, inexact = dot, there
+    square, margin = dot, dot
     if DISTANCE is not None:
         square = DISTANCE(dot, row, column, head)
     if INEXACT is not None:
-        inexact = INEXACT(square * (1 / SLACK), row, column, head) & there
-        if CAREFUL:
+        if not CAREFUL:
+            margin = MARGIN(square, SLACK, row, column, head)
+        else:
+            inexact = INEXACT(square * (1 / SLACK), row, column, head) & there
             by_query, by_key = POINTS(row, column, head)
             by_query = multiplied(by_query, scale, factor_q, None)
             by_key = multiplied(by_key, factor_k, None, None)
@@ -246,7 +248,7 @@ def logits(
         s = tl.where(seen != 0, s, float("-inf")) if TRUTH else s + seen.to(tl.float32)
     if EDGE:
         s = tl.where(there & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
-    return s, square, inexact
+    return s, square, margin
 
 
 @triton.jit
@@ -266,11 +268,11 @@ def nothing_to_do(DOUBT, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def tell(DOUBT, doubt, CAREFUL: tl.constexpr):
-    """See `nothing_to_do`."""
+def tell(DOUBT, closest, CAREFUL: tl.constexpr):
+    """See `nothing_to_do`. `closest` [B, 1]: the smallest margin of each line's pairs, less its bound."""
     if DOUBT is not None:
         if not CAREFUL:
-            tl.store(DOUBT + tl.program_id(0), any_of(doubt).to(tl.int32))
+            tl.store(DOUBT + tl.program_id(0), any_of(closest < 0).to(tl.int32))
 
 
 @triton.jit
