@@ -165,7 +165,6 @@ class TritonWriter:
             self.lines.append(f"v{node.order} = {expression}")
         return self.names[node]
 
-
     def extreme(self, node: Node) -> str | None:
         """Return a choice between two numbers by their order as a maximum or minimum: one instruction, not two."""
         condition, chosen, other = node.args

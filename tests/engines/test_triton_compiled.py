@@ -95,6 +95,29 @@ def test_every_option(monkeypatch):
     assert all(b.shared <= CHIPS[b.capability] for b in built)
 
 
+#: Most instructions for each pair of a query and a key, on sm_90 at width 64: forward, backward by
+#: queries, backward by keys. A little above what was counted with Triton 3.6.0.
+INSTRUCTIONS = {
+    "dot": (11, 13, 16),
+    "umbral": (24, 57, 57),
+    "geodesic": (45, 80, 80),
+}
+
+
+@slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("spec", INSTRUCTIONS)
+def test_instructions_for_each_pair(monkeypatch, spec):
+    with compiling(monkeypatch, [90], every=False) as built:
+        made = call(spec, kv_heads=4)
+        launch.forward(made)
+        backward(made)
+    counted = [b.per_pair(len(b.main_loop)) for b in built if not b.careful]
+    assert all(0 < found <= bar for found, bar in zip(counted, INSTRUCTIONS[spec], strict=True)), (
+        counted
+    )
+
+
 @pytest.mark.parametrize("kernel", configs.CONFIGS)
 @pytest.mark.parametrize("item", [2, 4])
 @pytest.mark.parametrize(

@@ -20,13 +20,23 @@ from hf_hyperattn.engines.score import parse_score_key
 from hf_hyperattn.engines.serialize import OperatorCall
 from hf_hyperattn.engines.triton import launch
 
-
 #: Kinds of machine instructions, by how their names begin.
 KINDS = {
     "special functions": ("MUFU",),
     "products": ("HGMMA", "HMMA", "WGMMA"),
     "float": ("FFMA", "FMUL", "FADD", "FMNMX", "FSETP", "FSEL", "FSET", "F2F"),
-    "memory": ("LD", "ST", "UTMA", "UBLK", "SHFL", "BAR", "SYNCS", "WARPGROUP", "DEPBAR", "WARPSYNC"),
+    "memory": (
+        "LD",
+        "ST",
+        "UTMA",
+        "UBLK",
+        "SHFL",
+        "BAR",
+        "SYNCS",
+        "WARPGROUP",
+        "DEPBAR",
+        "WARPSYNC",
+    ),
 }
 
 

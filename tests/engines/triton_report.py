@@ -1,7 +1,9 @@
-"""What the compiler makes of the kernels' first tile sizes, for chips that are not here: registers of a thread, bytes
-that it keeps outside them, shared memory of a program. No times.
+"""Count what the compiler makes of the kernels, for chips that are not here: no GPU is needed, and nothing is timed.
 
-    python -m tests.engines.triton_report        writes the table of docs/gpu.md; minutes
+    python -m tests.engines.triton_report        writes the tables of docs/gpu.md; half an hour
+
+Counted are the machine instructions of the main loop for each pair of a query and a key, a thread's registers and
+stack, and the shared memory of a program. Tile sizes are the first ones of `engines/triton/configs.py`.
 """
 
 from pathlib import Path
@@ -33,7 +35,7 @@ KERNELS = ("forward", "backward_query", "backward_key")
 
 
 def built(spec: str, width: int) -> list[Built]:
-    """The first config of each kernel, causal, bfloat16, compiled for all chips."""
+    """Return the first config of each kernel, causal, bfloat16, compiled for all chips."""
     with pytest.MonkeyPatch.context() as patch, compiling(patch, CHIPS, every=False) as found:
         made = call(spec, d=width)
         launch.forward(made)
@@ -42,36 +44,41 @@ def built(spec: str, width: int) -> list[Built]:
 
 
 def cell(kernel: str, found: list[Built]) -> str:
-    """Tile, warps and the numbers of both chips."""
-    of = [b for b in found if b.kernel == f"attention_{kernel}"]
-    rows, columns, warps, _ = of[0].config
-    fast = of[: len(CHIPS)]  # before what runs for near pairs alone
-    numbers = (f"{b.registers}+{b.spilled}, {b.shared / 1024:.0f}" for b in fast)
-    return f"{rows}x{columns}/{warps}: " + "; ".join(numbers)
+    """Return the numbers of a kernel on one chip, before the run for near pairs."""
+    made = next(b for b in found if b.kernel == f"attention_{kernel}" and not b.careful)
+    rows, columns, warps, _ = made.config
+    instructions = made.per_pair(len(made.main_loop))
+    return (
+        f"{rows}x{columns}/{warps}: **{instructions:.1f}**; {made.registers}+{made.spilled}; "
+        f"{made.shared / 1024:.0f}; {made.warps_that_fit}"
+    )
 
 
-def table() -> str:
-    """The table and what it was made with."""
+def tables() -> str:
+    """Return a table for each chip, and what they were made with."""
     lines = [
-        f"Triton {triton.__version__}, bfloat16, causal. Queries x keys of a tile / warps: registers + bytes outside "
-        "them (stack), KiB of shared memory; first for sm80, then for sm90.\n",
-        "| score | width | " + " | ".join(k.replace("_", ", ") for k in KERNELS) + " |",
-        "| --- " * (2 + len(KERNELS)) + "|",
+        f"Triton {triton.__version__}, bfloat16, causal. A cell holds queries x keys of a tile / warps: "
+        "**instructions for each pair**; registers + bytes of stack of a thread; KiB of shared memory of a program; warps that fit on a "
+        "multiprocessor.",
     ]
-    for width in WIDTHS:
-        for spec, name in SCORES.items():
-            found = built(spec, width)
-            lines.append(
-                f"| {name} | {width} | " + " | ".join(cell(k, found) for k in KERNELS) + " |"
-            )
-            print(lines[-1], flush=True)
+    made = {(spec, width): built(spec, width) for width in WIDTHS for spec in SCORES}
+    for chip in CHIPS:
+        lines += [
+            f"\nFor sm_{chip}:\n",
+            "| score | width | " + " | ".join(k.replace("_", ", ") for k in KERNELS) + " |",
+            "| --- " * (2 + len(KERNELS)) + "|",
+        ]
+        for (spec, width), kernels in made.items():
+            found = [b for b in kernels if b.capability == chip]
+            cells = " | ".join(cell(kernel, found) for kernel in KERNELS)
+            lines.append(f"| {SCORES[spec]} | {width} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Write the page."""
     torch.set_num_threads(1)
-    made = table()
+    made = tables()
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + made + "\n" + END + rest.split(END)[1])
 
