@@ -58,8 +58,8 @@ def tables() -> str:
     """Return a table for each chip, and what they were made with."""
     lines = [
         f"Triton {triton.__version__}, bfloat16, causal. A cell holds queries x keys of a tile / warps: "
-        "**instructions for each pair**; registers + bytes of stack of a thread; KiB of shared memory of a program; warps that fit on a "
-        "multiprocessor.",
+        "**instructions for each pair**; registers + bytes of stack of a thread; KiB of shared memory of "
+        "a program; warps that fit on a multiprocessor.",
     ]
     made = {(spec, width): built(spec, width) for width in WIDTHS for spec in SCORES}
     for chip in CHIPS:
