@@ -128,8 +128,7 @@ def check_correction(
         )
     if unknown_layers := parts.keys() - allocation.sparse.keys():
         raise ValueError(
-            f"corrected: parts of {min(unknown_layers)}; allowed: those of layers that are patched "
-            "alone"
+            f"corrected: parts of {min(unknown_layers)}; allowed: parts of patched layers only"
         )
     for name, part in parts.items():
         if not part.isfinite().all():

@@ -151,9 +151,7 @@ def test_what_cannot_be_corrected_is_refused():
             ValueError, match=f"power={power} is not allowed; allowed: numbers from 0 to 1"
         ):
             corrected(losses, [SPARSE[0]], allocation, {"a": torch.ones(1)}, power)
-    with pytest.raises(
-        ValueError, match="parts of b; allowed: those of layers that are patched alone"
-    ):
+    with pytest.raises(ValueError, match="parts of b; allowed: parts of patched layers only"):
         corrected(losses, [SPARSE[0]], allocation, {"a": torch.ones(1), "b": torch.ones(1)}, 1.0)
     with pytest.raises(
         ValueError, match="the parts of a are not all finite; allowed: finite numbers"
