@@ -193,8 +193,8 @@ class CausalInjection(Injection):
         if not self.measured[0].costs:
             raise ValueError(
                 f"{type(self.model).__name__}: no layer attends causally to all of {self.length} "
-                "tokens; allowed: models without sliding windows as short, soft caps or position "
-                "biases"
+                "tokens; allowed: models without position biases, soft caps, or sliding windows "
+                "that are shorter than the text"
             )
 
     def choose_allocation(
