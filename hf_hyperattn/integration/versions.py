@@ -1,4 +1,4 @@
-"""Which versions of torch, Transformers and PEFT were tested. This file is the one place that states them.
+"""The tested versions of torch, Transformers and PEFT. This file is the one place that states them.
 
 `constraints-lowest.txt` pins the oldest ones, `constraints.txt` the newest ones that CI runs. A test compares them.
 """

@@ -15,7 +15,7 @@ from hf_hyperattn.integration.attach import all_hosts
 from hf_hyperattn.integration.checkpoint_config import patched_hosts
 from hf_hyperattn.integration.collaborative.conversion import SHAREABLE
 from hf_hyperattn.integration.collaborative.projections import projections
-from hf_hyperattn.integration.patching import route
+from hf_hyperattn.integration.patching import route_families
 from tests.integration.collaborative import quiet
 from tests.zoo.compare import gap, run
 from tests.zoo.tiny import tiny
@@ -44,7 +44,7 @@ def narrowed(model, model_type: str) -> dict[str, tuple]:
 @pytest.mark.parametrize("model_type", sorted(SHAREABLE))
 def test_queries_and_keys_are_used_as_they_come(model_type):
     made, _ = tiny("base", INSIDE.get(model_type, model_type))
-    route(made.model)
+    route_families(made.model)
     own = narrowed(made.model, model_type)
     before = run(made.model, made.inputs)
     config = HyperAttnConfig(

@@ -14,7 +14,7 @@ BOTH = (HSA, ha.HeadFusionConfig())
 
 #: What patching calls: where, its name, and which call of it fails.
 STEPS = [
-    (patching, "route", 1),
+    (patching, "route_families", 1),
     (patching, "select_hosts", 1),
     (patching, "check_parts", 1),
     (patching, "resolve_overrides", 1),

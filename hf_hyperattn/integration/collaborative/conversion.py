@@ -28,7 +28,13 @@ from ..call import note_all
 from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
 from ..offloaded import drop_weights, in_memory, is_offloaded, offload_like, without_weights
-from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
+from ..patching import (
+    check_own_attention,
+    rollback_on_error,
+    route_families,
+    select_hosts,
+    take_off,
+)
 from ..stock import PATCHED
 from ..unsupported import check_parts
 from .projections import FUSED, Projections, SharedShape, is_shared, projections, shared_modules
@@ -106,7 +112,7 @@ def share_heads(
         config = HyperAttnConfig((config,), mode="replace")
     note_all(model)
     with rollback_on_error(model):
-        newly_routed = route(model)
+        newly_routed = route_families(model)
         chosen, parts = plan(model, config)
         parts = solve(parts, None if examples is None else moments_of(model, parts, examples))
         before_it(parts)
