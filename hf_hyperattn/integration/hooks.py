@@ -171,7 +171,7 @@ def _finish_building(original, self: PreTrainedModel):
     return original(self)
 
 
-# Missing upstream: an event for "model copied or unpickled", both of which skip `__init__`.
+# Missing upstream: an event for "model copied or unpickled". Neither calls `__init__`.
 @wrap("__setstate__")
 def _register_copy(original, self, state):
     original(self, state)
@@ -450,7 +450,7 @@ def warn_replaced(config: PreTrainedConfig, saved: str | dict | None, what: str)
 
 
 def list_requests(config: Any, implementation: str | dict | None) -> list[tuple[Any, str | None]]:
-    """Return which name a value of `attn_implementation` requests for which config.
+    """Return the name that a value of `attn_implementation` requests for each config.
 
     Args:
         config: The config that the value is for.

@@ -140,7 +140,7 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
         return names
 
     def set_adapter(self, adapter_names, inference_mode: bool = False) -> None:
-        """Activate adapters, of which at most one may have parameters here."""
+        """Activate adapters. At most one of them may have parameters here."""
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         self.select_holding(names, "set_adapter")
         super().set_adapter(names, inference_mode=inference_mode)

@@ -85,7 +85,7 @@ class HyperLoraConfig(LoraConfig):
         hyperattn: A `HyperAttnConfig` or its dict, in place of `mechanisms` and the arguments that
             follow it.
 
-    All other arguments are those of `peft.LoraConfig`: `lora_alpha`, `use_dora`,
+    Further arguments are the same as in `peft.LoraConfig`: `lora_alpha`, `use_dora`,
     `modules_to_save`, `task_type`, ...
 
     Raises:
@@ -203,7 +203,7 @@ class HyperLoraModel(LoraModel):
                 adapter._active_adapter = list(self.active_adapters)
 
     def set_adapter(self, adapter_name, inference_mode: bool = False) -> None:
-        """Activate adapters, of which at most one may patch each attention layer."""
+        """Activate adapters. At most one of them may patch each attention layer."""
         check_single_patch(self.model, adapter_name, "set_adapter")
         with following_adapters(self.model):
             super().set_adapter(adapter_name, inference_mode=inference_mode)
@@ -214,7 +214,7 @@ class HyperLoraModel(LoraModel):
             active = [name for name in self.active_adapters if name != adapter_name]
             super().delete_adapter(adapter_name)
             self.active_adapter = active or sorted(self.peft_config)[:1]
-            # PEFT lets each layer choose the next active adapter from those that it has.
+            # PEFT lets each layer choose the next active adapter among its own.
             if self.active_adapter:
                 super().set_adapter(self.active_adapter)
 

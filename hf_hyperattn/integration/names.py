@@ -65,7 +65,7 @@ class PlainDot:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the attention layer's own attention; see `Layers.forward`."""
         score = dot_score(call.query, call.key, call.scale)
-        # Any engine may run: nobody compares these digits with an unpatched model's.
+        # The fastest engine may run: this name promises no equal last digits.
         options = replace(call.options, any_rounding=True)
         out, attention_weights = attention(
             score, call.value, options, backend=call.backend, weights=weights

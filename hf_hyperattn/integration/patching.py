@@ -179,7 +179,7 @@ def check_whole_model(base: PreTrainedModel, count: int) -> None:
     """Raise if a model was patched as a part of a larger model that shares its config.
 
     Args:
-        base: The model that is to be unpatched.
+        base: The model that `unpatch_model` was called with.
         count: Number of its patched attention layers.
 
     Raises:

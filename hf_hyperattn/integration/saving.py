@@ -184,7 +184,7 @@ def _write_model(original, model: PreTrainedModel, target: Path, options: dict) 
         original: Transformers' `save_pretrained`.
         model: The model.
         target: The folder of the checkpoint.
-        options: Further arguments by name, without those that only an upload reads.
+        options: Further arguments by name, except the ones in `HUB_ONLY`.
     """
     distributed = getattr(model.config, "distributed_config", None)
     if not model.should_save_on_this_rank(options["is_main_process"]):
