@@ -107,20 +107,22 @@ def note_building(cls: Any) -> None:
 # `post_init` comes too late: the parts of a model finish before the model itself.
 @wrap("__init_subclass__")
 def _note_subclass(original, cls, **kwargs):
+    """Note the construction of models of a new class, too."""
     original(cls, **kwargs)
     note_building(cls)
 
 
 def find_enclosing_models(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
-    """Return the models under construction that will contain `model`, the outermost first."""
+    """Return the models under construction around `model`, the outermost first."""
     building = BUILDING.get()
     return building[:-1] if building and building[-1] is model else building
 
 
-# Missing upstream: a callback that sees the config before a model is built from it, and a way to
-# tell a family which of its attention classes to build for a name that it does not know.
+# Missing upstream: a callback that sees the config before a model is built from it. Also missing:
+# a default attention class in families that choose the class by name and do not know ours.
 @wrap("__init__")
 def _start_building(original, self, config, *args, **kwargs):
+    """Check the record, and note which names of ours the configs request."""
     if getattr(config, "hyperattn", None) is not None:
         # The record may come from a stranger's config.json: check it before Transformers copies it.
         read_record(config.hyperattn)
@@ -151,6 +153,7 @@ for _model_class in subclasses(PreTrainedModel):
 # exist at that moment so that the loader fills them.
 @wrap("post_init")
 def _finish_building(original, self: PreTrainedModel):
+    """Restore the requested names and the recorded patch, and check both."""
     names = self.__dict__.pop(REQUESTED, ())
     outer = find_enclosing_models(self)
     if names:
@@ -174,6 +177,7 @@ def _finish_building(original, self: PreTrainedModel):
 # Missing upstream: an event for "model copied or unpickled". Neither calls `__init__`.
 @wrap("__setstate__")
 def _register_copy(original, self, state):
+    """Add a copied or unpickled model to `MODELS`."""
     original(self, state)
     MODELS.add(self)
 
@@ -207,7 +211,7 @@ def restore_patch(model: PreTrainedModel, outer: tuple[PreTrainedModel, ...]) ->
 
 
 def route_as_before(model: PreTrainedModel) -> bool:
-    """Route supported families while their configs name the implementation from before the patch.
+    """Route supported families under the implementation from before the patch.
 
     Routing records the current name. `unpatch_model` later accepts that name only, or "eager".
 
@@ -230,7 +234,7 @@ def route_as_before(model: PreTrainedModel) -> bool:
 
 
 def check_part_names(model: PreTrainedModel, names: list[tuple[Any, str]]) -> None:
-    """Raise if a name of ours was requested for one part that would never call our function.
+    """Raise if a name of ours was requested for a part that would never call it.
 
     One plain name for a whole model reaches every sub-config, also the sub-configs of convolutional
     backbones. Such parts are not checked here.
@@ -286,6 +290,7 @@ def _initialize_hypers(original, self):
 # Missing upstream: a callback with the missing and unexpected keys of a load, which may raise.
 @wrap("_finalize_model_loading")
 def _check_loading(original, model, load_config, loading_info):
+    """Compare the record with the loaded tensors before Transformers reports them."""
     check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
     result = original(model, load_config, loading_info)
     if torch.is_inference_mode_enabled():
@@ -295,9 +300,9 @@ def _check_loading(original, model, load_config, loading_info):
 
 
 def set_on_models(config: Any, value: Any) -> None:
-    """Apply a new `attn_implementation` of a config to the models that run on this config.
+    """Apply a new `attn_implementation` of a config to the models that run on it.
 
-    It matters only if the old or the new name is ours. A name of ours goes through
+    This does something only if the old or the new name is ours. A name of ours goes through
     `set_attn_implementation`: families whose attention needs another class would ignore or misread
     a plain assignment. Some models (T5) have parts that run on copies of the config.
 
@@ -323,6 +328,7 @@ def set_on_models(config: Any, value: Any) -> None:
 # it would replace the name of a patched model and so switch its patch off.
 @wrap("set_attn_implementation")
 def _set_implementation(original, self, *args, **kwargs):
+    """Mark that names are being set, so that setters of configs do not call back."""
     token = SETTING.set(True)
     try:
         return _set_and_check(original, self, *args, **kwargs)
@@ -379,7 +385,9 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
 
 
 def _check_requests(model: PreTrainedModel, value: Any, requests: list[tuple[Any, Any]]) -> None:
-    """Raise if a requested name of ours would never be called; route supported families first.
+    """Raise if a requested name of ours would never be called.
+
+    Supported families are routed first.
 
     Args:
         model: The model that is to run the names.
@@ -399,9 +407,9 @@ def _check_requests(model: PreTrainedModel, value: Any, requests: list[tuple[Any
 
 
 def set_on_copies(model: PreTrainedModel, started: str | None) -> None:
-    """Set the model's implementation on parts that run on copies of its config, such as T5's.
+    """Set the model's implementation on copies of its config, such as T5's.
 
-    Transformers 5.17 leaves these copies unchanged.
+    T5's encoder and decoder run on such copies. Transformers 5.17 leaves these copies unchanged.
 
     Args:
         model: The model, with its new implementation.
@@ -414,7 +422,7 @@ def set_on_copies(model: PreTrainedModel, started: str | None) -> None:
 
 
 def check_unpatchable(model: PreTrainedModel) -> None:
-    """Raise if `unpatch_model` could not leave the base implementation of a patched layer behind.
+    """Raise if `unpatch_model` could not restore the base implementation of a layer.
 
     Raises:
         ValueError: A routed layer's own class does not know the name.
@@ -432,7 +440,7 @@ def check_unpatchable(model: PreTrainedModel) -> None:
 
 
 def warn_replaced(config: PreTrainedConfig, saved: str | dict | None, what: str) -> None:
-    """Warn once if a mechanism's name that belonged to a checkpoint was replaced by another name.
+    """Warn once if another name replaced a mechanism's name from a checkpoint.
 
     Args:
         config: The config with its new names.

@@ -53,8 +53,8 @@ NAMES = {
     ),
     "value_dim": ("v_head_dim", "value_head_dim"),
 }
-#: Last part of the names of projections that read the layer's own hidden states. No key projections:
-#: in cross-attention they read another sequence, which may have another width.
+#: Last part of the names of projections that read the layer's own hidden states. Key projections
+#: are not among them: in cross-attention they read another sequence, maybe of another width.
 READERS = (
     "q_proj",
     "query",
@@ -114,7 +114,7 @@ INTERFACE = frozenset({"ALL_ATTENTION_FUNCTIONS", "get_interface"})
 
 
 def interface_callers(cls: type) -> tuple[FunctionType, ...]:
-    """Return the methods of a class, and of its parents, that call the attention interface.
+    """Return the methods of a class and its parents that call the interface.
 
     Modules of a class with such a method are attention layers.
     """
@@ -191,7 +191,7 @@ def host_facts(
 
 
 def generating_config(model: PreTrainedModel) -> object | None:
-    """Return the config of the layers that read a cache while this model generates, or None."""
+    """Return the config of the layers that read a cache during generation, or None."""
     if not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
         return None
     try:
@@ -244,7 +244,7 @@ def read_settings(config: object) -> dict[str, Any]:
 
 
 def read_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> dict[str, int | None]:
-    """Return heads and widths of an attention layer, by the fields of `mechanisms.base.Host`.
+    """Return heads and widths of an attention layer, by the fields of `Host`.
 
     The sizes of its projections win over its own attributes, and these win over its config. One
     config may serve layers of several sizes.
@@ -294,7 +294,7 @@ def read_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> dict[st
 
 
 def read_projection_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of every linear map in a module, by the last part of its name."""
+    """Return (inputs, outputs) of the linear maps in a module, by last part of name."""
     sizes: dict[str, tuple[int, int]] = {}
     for path, part in module.named_modules():
         # PEFT wraps a linear map. Quantised ones have the attributes of `nn.Linear`, and the

@@ -42,7 +42,7 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
 
     @property
     def original_module(self) -> Hyper | None:
-        """The `Hyper` that the model is patched with here, also while adapters are disabled.
+        """The `Hyper` of the patch, also while adapters are disabled.
 
         It has the name that PEFT's `ModulesToSaveWrapper` uses, so that `inner` reads both.
         """
@@ -146,7 +146,7 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
         super().set_adapter(names, inference_mode=inference_mode)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter. `HyperLoraModel` then activates another one for all layers alike."""
+        """Delete an adapter. `HyperLoraModel` then activates another one for all layers."""
         # Not PEFT's own method: it lets each layer choose the next active adapter by itself.
         if adapter_name in self.lora_hyper:
             del self.lora_hyper[adapter_name]
@@ -191,7 +191,7 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
 
 
 def hyper_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, HyperAdapter]]:
-    """Yield name and module of every attention layer with adapters, and its `HyperAdapter`."""
+    """Yield name, module and `HyperAdapter` of every attention layer with adapters."""
     # As a list: callers replace modules during the loop.
     for name, module in list(model.named_modules()):
         hyper = module._modules.get("hyper")
@@ -200,7 +200,7 @@ def hyper_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, HyperAdap
 
 
 def base_hyper(host: nn.Module) -> Hyper | None:
-    """Return the `Hyper` of a base model that was patched itself, without adapters' own."""
+    """Return the `Hyper` of a base model that was patched itself, or None."""
     hyper: Any = host._modules.get("hyper")
     return hyper.base_layer if isinstance(hyper, HyperAdapter) else hyper
 
@@ -241,7 +241,7 @@ def refuse_two(names: Sequence[str], what: str) -> None:
 
 
 def refuse_adapters(model: nn.Module, what: str) -> None:
-    """Raise if adapters with a patch of their own are on a model that `what` would change.
+    """Raise if `what` would change a model under adapters with their own patch.
 
     Args:
         model: The base model.

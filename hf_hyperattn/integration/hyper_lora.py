@@ -2,8 +2,9 @@
 
 `HyperLoraConfig` is a `LoraConfig` that contains a `HyperAttnConfig`. Putting it on a model adds
 LoRA's matrices, then a `HyperAdapter` at every patched attention layer. The active adapter decides
-which layers are patched, what the configs record, and which hooks are installed. On disk `peft_type`
-is "HF_HYPERATTN", a type that PEFT without this package rejects by name.
+which layers are patched, what the configs record, and which hooks are installed.
+
+On disk `peft_type` is "HF_HYPERATTN", a type that PEFT without this package rejects by name.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class HyperLoraConfig(LoraConfig):
 
 
 def check_lora_ranks(base: nn.Module, config: HyperLoraConfig) -> None:
-    """Raise for ranks above the widest weight of the base, before matrices of that size exist.
+    """Raise for ranks above the widest weight, before matrices of that size exist.
 
     An adapter_config.json may come from a stranger, and one number could fill the memory.
 
@@ -167,7 +168,7 @@ def check_lora_ranks(base: nn.Module, config: HyperLoraConfig) -> None:
 # Missing upstream: PEFT's tuners have no hook for parameters besides their own matrices. The
 # overridden methods with an underscore are private; `wrapping.RELIED_ON` checks their signatures.
 class HyperLoraModel(LoraModel):
-    """`LoraModel` with a `HyperAdapter` at every attention layer that an adapter patches."""
+    """`LoraModel` with a `HyperAdapter` at every patched attention layer."""
 
     tuner_layer_cls: Any = (LoraLayer, HyperAdapter)
     peft_config: Any
@@ -248,6 +249,7 @@ class HyperLoraModel(LoraModel):
         return result
 
     def _replace_module(self, parent, child_name, new_module, child):
+        # PEFT's method moves the new module to the device of a linear layer's weight.
         if not isinstance(child, HyperAdapter):
             super()._replace_module(parent, child_name, new_module, child)
         elif new_module is None:
@@ -290,7 +292,7 @@ class HyperLoraModel(LoraModel):
         return name if has_lora else "__base__"
 
     def _pass_names(self, adapters: list[HyperAdapter], names: Sequence[str], beams: int) -> list:
-        """Make calls of `HyperAdapter`s get the adapter of each row; return the hooks' handles.
+        """Pass the adapter of each row to `HyperAdapter`s; return handles of hooks.
 
         Args:
             adapters: The modules that are called.
@@ -454,7 +456,7 @@ def resolve_adapter(
 
 
 def find_linear_targets(base: PreTrainedModel, hosts: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Return the linear layers inside attention layers, in the short form that PEFT matches.
+    """Return the linear layers in attention layers, in the short form for PEFT.
 
     Args:
         base: The model.
@@ -507,7 +509,7 @@ def hypers_of_adapters(model: nn.Module) -> Iterator[Hyper]:
 
 
 def check_single_patch(model: nn.Module, names, what: str, finite: bool = False) -> None:
-    """Raise if two adapters patch the same attention layer, before anything is changed.
+    """Raise if two adapters patch the same attention layer.
 
     Args:
         model: The base model.
@@ -530,7 +532,7 @@ def check_single_patch(model: nn.Module, names, what: str, finite: bool = False)
 
 @contextmanager
 def following_adapters(base: PreTrainedModel) -> Iterator[None]:
-    """Update records, hooks and signature of a model to its active adapter, after the block."""
+    """Adapt records, hooks and signature of a model to its active adapter afterwards."""
     # Noted before the block, which may remove the last adapter.
     hosts = {id(host): host for _, host, _ in hyper_adapters(base)}
     routed = any(hyper.newly_routed for hyper in hypers_of_adapters(base))
@@ -588,6 +590,7 @@ def connect_hooks(
 
 @wrap("set_adapter", PeftAdapterMixin)
 def _set_natively(original, self, adapter_name):
+    """Activate an adapter on a Transformers model without PEFT's wrapper."""
     check_single_patch(self, adapter_name, "set_adapter")
     with following_adapters(self):
         return original(self, adapter_name)
@@ -595,6 +598,7 @@ def _set_natively(original, self, adapter_name):
 
 @wrap("delete_adapter", PeftAdapterMixin)
 def _delete_natively(original, self, adapter_names):
+    """Delete adapters of a Transformers model without PEFT's wrapper."""
     if next(hyper_adapters(self), None) is None:
         return original(self, adapter_names)
     with following_adapters(self):

@@ -25,7 +25,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def building_on(meta: bool, what: str, may_be_empty: bool = False) -> Iterator[None]:
-    """Make new tensors ordinary ones on the CPU, whatever mode and default device are set.
+    """Make new tensors ordinary ones on the CPU, in any mode and default device.
 
     Args:
         meta: Whether they belong to a module on the meta device. Then they are created there.

@@ -29,7 +29,7 @@ from .unsupported import refuse_unrouted
 
 
 def register_names() -> None:
-    """Register every name with Transformers, also the names of mechanisms registered later."""
+    """Register every name with Transformers, also for mechanisms registered later."""
     # Missing upstream: an error for families that never call the attention interface. Transformers
     # still asks for their masks by our name, so the mask function can raise.
     UNROUTED.update(dict.fromkeys(model_patches.REFUSED, refuse_unrouted))
@@ -50,6 +50,7 @@ def register_names_of(mechanism: Mechanism) -> None:
 
 
 def _register_name(name: str, function) -> None:
+    # A name without a mask function of its own would get no mask at all.
     OURS.add(name)
     FUNCTIONS[name] = function
     AttentionInterface.register(name, function)
@@ -57,7 +58,7 @@ def _register_name(name: str, function) -> None:
 
 
 class PlainDot:
-    """The implementation of `hyper_dot`: no layer of a mechanism, the same for all modules."""
+    """The implementation of `hyper_dot`, the same for all attention layers."""
 
     @staticmethod
     def layers(

@@ -36,7 +36,7 @@ def in_memory(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def storage_of(module: nn.Module) -> tuple[Any, Any]:
-    """Return the hook of an offloaded module, and its mapping from names to the model's weights."""
+    """Return the hook of an offloaded module, and the model's weights by name."""
     # Missing upstream: Accelerate has no function to add or remove a single offloaded weight, so
     # the private hook and the mapping inside it are used.
     hook: Any = module._hf_hook

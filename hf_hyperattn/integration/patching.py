@@ -1,7 +1,7 @@
 """Patch a pretrained model in place, and restore it.
 
-`patch_model` resolves its arguments to attention layers, checks them, and attaches a `hyper` to each.
-Every step runs inside `rollback_on_error`, so a failed call leaves the model unchanged.
+`patch_model` resolves its arguments to attention layers, checks them, and attaches a `hyper` to
+each. Every step runs inside `rollback_on_error`, so a failed call leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def patch_model(
             and save them.
         mechanisms: Mechanism configs such as `ConeConfig()`, at most one per stage, or one
             `HyperAttnConfig`.
-        layers: None for all, a number, a list or range of numbers (negative ones count from the
-            end), "last-third", "first-half", "last-4", "every-2nd", or a function of a `Host`.
-            Numbers and names count within each stack (encoder, decoder, ...) of the model.
+        layers: None for all, a number, a list or range of numbers, or a function of a `Host`.
+            Also "last-third", "first-half", "last-4" and "every-2nd". Negative numbers count from
+            the end. Numbers and names count within each stack (encoder, decoder, ...).
         heads: Query heads, in the same forms. A function gets the number of a head. None for all.
         mode: "blend" (identity at first) or "replace" (the published operator).
         include_cross_attention: Whether to patch cross-attention too.
@@ -79,8 +79,9 @@ def patch_model(
         The model.
 
     Raises:
-        ValueError: There is nothing to patch, the model is already patched, two mechanisms share a
-            stage, a layer or head is unknown, or the family is unsupported. The model is unchanged.
+        ValueError: There is nothing to patch, or the model is already patched. Two mechanisms share
+            a stage, a layer or head is unknown, or the family is unsupported. The model is
+            unchanged.
     """
     config = gather_config(mechanisms, layers, heads, mode, include_cross_attention)
     base = base_model(model)
@@ -131,7 +132,7 @@ def resolve_patch(
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
-    """Restore the original model: classes, state dict and implementation, without any hook.
+    """Restore the original model: classes, state dict and implementation.
 
     A converted model is restored if it was converted with keep_original=True. If it was patched
     after its conversion, the first call removes that patch only.
@@ -251,7 +252,7 @@ def rollback_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the Transformers model inside PEFT's, the compiler's or a data-parallel wrapper.
+    """Return the Transformers model inside wrappers of PEFT, compiler or parallelism.
 
     Raises:
         ValueError: There is none.
@@ -311,7 +312,10 @@ def gather_config(
 
 
 def route_families(base: PreTrainedModel) -> bool:
-    """Route supported families through the attention interface; return whether it was needed.
+    """Route supported families through the attention interface.
+
+    Returns:
+        Whether that was needed.
 
     Only a patch that routed a family undoes it when it is removed.
     """
@@ -394,7 +398,9 @@ def warn_unread(config: HyperAttnConfig, selected: list[Selected]) -> None:
 
 
 def resolve_heads(config: HyperAttnConfig, selected: list[Selected]) -> HyperAttnConfig:
-    """Replace a function for `heads` by the numbers it selects: JSON cannot hold a function.
+    """Replace a function for `heads` by the numbers that it selects.
+
+    A config is saved as JSON, which cannot contain a function.
 
     Raises:
         ValueError: It selects different heads in layers with different numbers of heads.
@@ -411,7 +417,7 @@ def resolve_heads(config: HyperAttnConfig, selected: list[Selected]) -> HyperAtt
 
 
 def check_own_attention(selected: list[Selected]) -> None:
-    """Raise if a model runs one of our names: a patch starts from the model's own attention."""
+    """Raise if a model runs one of our names: a patch builds on its own attention."""
     for module, host in selected:
         name = cast(Any, module).config._attn_implementation
         if name in OURS:

@@ -50,7 +50,7 @@ def fresh_patch() -> Iterator[None]:
 
 
 def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
-    """Compare the record in a model's config with the tensors that were loaded into the model.
+    """Compare the record in a model's config with the tensors that were loaded.
 
     Args:
         model: The model, built from its config and loaded.
@@ -103,7 +103,7 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
 
 
 def suggest_class(model: PreTrainedModel) -> str:
-    """Return advice for errors if a model was loaded as a class that it was not saved as, else "".
+    """Return advice if a model was not loaded as the class that was saved, else "".
 
     The class matters: whether a prefix LM generates decides what `HsaConfig(tying=None)` means for
     its layers, and so which tensors they have.
@@ -115,7 +115,7 @@ def suggest_class(model: PreTrainedModel) -> str:
 
 
 def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
-    """Warn if a config holds parameters of a mechanism used by name, but runs another name.
+    """Warn if a config has parameters for a mechanism by name but runs another name.
 
     Early versions lost the name on saving.
 
@@ -137,7 +137,7 @@ def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
 
 
 def added_tensors(model: nn.Module) -> list[str]:
-    """Return the state-dict names of all tensors that a patch or an in-place conversion added."""
+    """Return the names of all tensors that a patch or in-place conversion added."""
     return [
         f"{host_name}.{name}.{key}"
         for host_name, host in patched_hosts(model)

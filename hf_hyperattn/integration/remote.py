@@ -31,7 +31,7 @@ else:
 
 
 class Patched(Stock):
-    """A mixin before a Transformers class: puts every `hyper` in place before weights are loaded."""
+    """A mixin before a Transformers class: attaches every `hyper` before loading."""
 
     @classmethod
     def is_custom_code(cls) -> bool:

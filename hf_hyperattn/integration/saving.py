@@ -62,7 +62,7 @@ HUB_ONLY = ("repo_id", "private", "commit_message", "create_pr", "exist_ok", "re
 
 
 def card_facts(published: object) -> dict | None:
-    """Return the facts for a model card that files do not contain, or None if nothing is ours.
+    """Return the facts for a model card that files lack, or None if nothing is ours.
 
     Args:
         published: The model, adapter or config that is saved or uploaded.
@@ -87,7 +87,7 @@ hub_cards.hook_uploads(PushToHubMixin, card_facts)
 
 @contextmanager
 def checkpoint_folder(target: str | os.PathLike, published: object) -> Iterator[Path]:
-    """Yield a folder to save into. It replaces the checkpoint in `target` when the block ends.
+    """Yield a folder that replaces the checkpoint in `target` when the block ends.
 
     Other files in `target` stay, also a README.md that a person wrote.
 
@@ -106,6 +106,7 @@ def checkpoint_folder(target: str | os.PathLike, published: object) -> Iterator[
 # Missing upstream: an atomic save, and callbacks before and after the files are written.
 @wrap("save_pretrained")
 def _save_model(original, self, save_directory, is_main_process=True, *args, **kwargs):
+    """Write records, check the tensors, and save the checkpoint as a whole."""
     patched = any(patched_hosts(self))
     if patched:
         # Again, because parts of the model may have been patched or unpatched by themselves.
@@ -162,7 +163,7 @@ def refuse_wrapped(model: PreTrainedModel) -> None:
 
 
 def warn_of_unsaved_names(model: PreTrainedModel) -> None:
-    """Warn if a part runs a name of ours on a config that config.json does not contain.
+    """Warn if a part runs a name of ours on a config that is not in config.json.
 
     T5's encoder is such a part: it runs on a copy of the model's config.
     """
@@ -248,6 +249,7 @@ def _write_by_all(original, model: PreTrainedModel, target: Path, options: dict)
 # Missing upstream in PEFT: an atomic save, and callbacks before and after the files are written.
 @wrap("save_pretrained", PeftModel)
 def _save_adapters(original, self, save_directory, *args, **kwargs):
+    """Save adapters as a whole, with the patch of their base."""
     base = self.get_base_model()
     if not isinstance(base, PreTrainedModel):
         return original(self, save_directory, *args, **kwargs)
@@ -276,7 +278,7 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
 
 
 def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str]) -> None:
-    """Write into the adapters' configs which base they need and which patch they bring.
+    """Write base and patch of adapters into their configs.
 
     Warns of added parameters that were trained and are not in a saved adapter.
 
@@ -333,11 +335,14 @@ def record_running_patch(base: PreTrainedModel, name: str, config) -> None:
 
 
 def list_outside_adapter(base: PreTrainedModel, name: str) -> Iterator[tuple[str, Hyper]]:
-    """Yield attention layer and `hyper` of added parameters that an adapter does not contain.
+    """Yield the added parameters that an adapter does not contain.
 
     Args:
         base: The model without PEFT's wrapper.
         name: The adapter.
+
+    Yields:
+        Name of the attention layer, and its `hyper`.
     """
     for host, module in patched_hosts(base):
         copies = getattr(module.hyper, "modules_to_save", getattr(module.hyper, "lora_hyper", {}))
@@ -351,7 +356,7 @@ def list_outside_adapter(base: PreTrainedModel, name: str) -> Iterator[tuple[str
 
 
 def is_trained(hyper: Hyper) -> bool:
-    """Return whether a `hyper` is trainable, or differs from what loading its base will give.
+    """Return whether a `hyper` is trainable, or differs after a load of its base.
 
     Loading the base gives the values of its checkpoint, or the starting values of a new patch.
     """
@@ -396,7 +401,7 @@ def _load_pretrained(original, cls, *args, **kwargs):
 
 
 def warn_of_source(model, pretrained_model_name_or_path, *args, **kwargs) -> None:
-    """Warn if a model was loaded with a config that differs from its weights' in attention.
+    """Warn if the attention of a model is not the attention of its weights.
 
     Args:
         model: The loaded model.

@@ -6,7 +6,8 @@ Wrapped once, on import:
 
 - `state_dict`: records which attention of ours the model runs, in torch's own metadata;
 - `load_state_dict` (also PEFT's), Accelerate's `load_checkpoint_in_model`, and the Trainer's
-  functions for resuming: warn if added tensors, or the name that the checkpoint ran under, are lost.
+  functions for resuming: warn if added tensors, or the name that the checkpoint ran under, are
+  lost.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ NOTED = "hf_hyperattn"
 # Missing upstream: a hook for the state dict of every model. torch has hooks for single instances.
 @wrap("state_dict")
 def _state_dict(original, self, *args, **kwargs):
+    """Note in the metadata which attention of ours the model runs."""
     result = original(self, *args, **kwargs)
     description = None if LOADING.get() else describe_base(self)
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -69,6 +71,7 @@ def _state_dict(original, self, *args, **kwargs):
 @wrap("load_state_dict", PeftModel)
 @wrap("load_state_dict")
 def _load_state_dict(original, self, state_dict, *args, **kwargs):
+    """Warn of added tensors that the load left out."""
     result = original(self, state_dict, *args, **kwargs)
     read = READ.get()
     # One of several files: `checked_as_one` compares them together at the end.
@@ -82,6 +85,7 @@ def _load_state_dict(original, self, state_dict, *args, **kwargs):
 # Missing upstream in Accelerate: a report of the tensors that a load took from its files.
 @wrap("load_state_dict", accelerate.utils.modeling)
 def _read_file(original, checkpoint_file, *args, **kwargs):
+    """Note the tensors of one file."""
     tensors = original(checkpoint_file, *args, **kwargs)
     read = READ.get()
     if read is not None:
@@ -130,7 +134,7 @@ class TrainerImport(MetaPathFinder):
 
 
 def wrap_trainer(module: Any) -> None:
-    """Compare a checkpoint that the Trainer resumes from with the model, all files together."""
+    """Check a checkpoint that the Trainer resumes from, all files together."""
 
     @wrap("_load_from_checkpoint", module.Trainer)
     def _resume_training(original, self, resume_from_checkpoint, model=None):
@@ -209,7 +213,7 @@ def warn_of_state_dict(
 
 
 def warn_of_config(model: nn.Module, source: str | os.PathLike, **hub) -> None:
-    """Warn if the config.json of a checkpoint records an attention that the model does not run.
+    """Warn if the config.json of a checkpoint records another attention.
 
     Args:
         model: The model that took the weights.
@@ -258,7 +262,7 @@ def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
 
 
 def warn_of_saved(model: nn.Module, saved: dict, what: str, remedy: str) -> None:
-    """Warn if weights came from a model of the same type that ran another attention of ours.
+    """Warn if weights came from a model that ran another attention of ours.
 
     Args:
         model: The model that took the weights.

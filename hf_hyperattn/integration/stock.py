@@ -24,9 +24,9 @@ EMPTY_CELL = CellType()
 #: The attention implementation of patched models, as config.json has it.
 PATCHED = "hf_hyperattn"
 
-#: The name that is registered for it here. A copy of this module in an exported checkpoint registers
-#: a name of its own. With the same name, other patched checkpoints would load without this package
-#: and without their added parameters.
+#: The name that is registered for it here. A copy of this module in an exported checkpoint
+#: registers a name of its own. With the same name, other patched checkpoints would load without
+#: this package and without their added parameters.
 RUNNING = PATCHED
 if __name__.partition(".")[0] != PATCHED:
     RUNNING += "_" + hashlib.sha256(__name__.encode()).hexdigest()[:12]
@@ -49,9 +49,10 @@ DEPTH = 4
 
 
 def find_own_function(function: Any, depth: int = DEPTH) -> Callable | None:
-    """Return the attention function of Transformers that a registered function is, or wraps.
+    """Return Transformers' attention function that a registered function wraps.
 
-    Libraries wrap registered functions with `functools.wraps`, in a closure, or as an object.
+    Without a wrapper, that is the registered function itself. Libraries wrap registered functions
+    with `functools.wraps`, in a closure, or as an object.
 
     Args:
         function: The registered function.
@@ -88,10 +89,10 @@ def find_own_function(function: Any, depth: int = DEPTH) -> Callable | None:
 
 
 def check_beneath(name: str | None, who: str) -> None:
-    """Raise if a mechanism would run on top of an attention function that is not softmax(q·k)·v.
+    """Raise if a mechanism would build on a function that is not softmax(q·k)·v.
 
-    What a mechanism adds is added to these logits. With another function beneath, the model would be itself at closed
-    gates only, and it would learn from other gradients.
+    Mechanisms add to these logits. On top of another function, the model would be unchanged only
+    while all gates are closed, and it would learn from other gradients.
 
     Args:
         name: The attention implementation beneath.
@@ -123,7 +124,7 @@ def check_beneath(name: str | None, who: str) -> None:
 
 
 def function_beneath(module: Any, name: str) -> Callable:
-    """Return the attention function of a name, without a wrapper that is already running.
+    """Return the attention function of a name, without a wrapper that runs already.
 
     Args:
         module: The attention layer that is running.
@@ -151,7 +152,7 @@ def stock_name(config) -> str:
 
 
 def run_beneath(config, running: str = RUNNING) -> None:
-    """Make the name that was set on a patched config its base implementation, and run the patch.
+    """Make a name that was set on a patched config its base implementation.
 
     Args:
         config: A patched config.
@@ -178,7 +179,7 @@ EAGER: dict[type, Callable] = {}
 
 
 def find_eager(classes: Iterable[type]) -> None:
-    """Find the eager attention of these classes and store it in `EAGER`. Some have none.
+    """Find the eager attention of classes and store it in `EAGER`. Some have none.
 
     Their code passes it to the attention interface as the default.
     """

@@ -1,7 +1,7 @@
 """Run mechanisms under tensor parallelism (`tp_plan`), in which each rank computes some heads.
 
-Added parameters are few. Every rank keeps all of them, so a checkpoint is the same for any number of
-ranks.
+Added parameters are few. Every rank keeps all of them, so a checkpoint is the same for any number
+of ranks.
 
 - A mechanism that treats heads separately gets the rows of its rank's heads.
 - For a mechanism that mixes heads, queries, keys and values of all ranks are gathered. Every rank
@@ -39,7 +39,7 @@ HEADS = "_hyperattn_heads"
 
 
 def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
-    """Return which heads of an attention layer a call computes, or None if it computes all.
+    """Return the heads of an attention layer that a call computes, None for all.
 
     A projection that is sharded by rows shows that ranks share the heads.
 
@@ -74,7 +74,7 @@ def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
 
 
 def refuse_context_parallel(module: nn.Module) -> None:
-    """Raise inside torch's `context_parallel`, which gives each rank some of the tokens.
+    """Raise inside torch's `context_parallel`: each rank has some of the tokens.
 
     It only supports SDPA, whose function it replaces.
 
@@ -93,9 +93,9 @@ def refuse_context_parallel(module: nn.Module) -> None:
 
 
 def refuse_partitioned(hyper: nn.Module) -> None:
-    """Raise under DeepSpeed's ZeRO-3, which empties parameters when their layer returns.
+    """Raise under DeepSpeed's ZeRO-3.
 
-    Plans read them after that.
+    It empties parameters when their layer returns, and plans read them after that.
 
     Raises:
         ValueError: Always.

@@ -55,7 +55,7 @@ def lora_config(
         target_modules: Where they go, as in PEFT. Default: the linear layers inside the patched
             attention layers.
         modules_to_save: Further modules that are trained and saved whole, such as a new head.
-        task_type: As in PEFT. Default: derived from the model's class, if it is one of PEFT's tasks.
+        task_type: As in PEFT. Default: derived from the model's class, if PEFT knows its task.
         options: Further arguments of `peft.LoraConfig`: `lora_alpha`, `lora_dropout`, `bias`,
             `use_dora`, ...
 
@@ -82,7 +82,7 @@ def lora_config(
 def parameter_groups(
     model: nn.Module, lr: float, hyper_lr: float, weight_decay: float = 0.0
 ) -> list[dict]:
-    """Return parameter groups for a torch optimizer, with a group for added parameters.
+    """Return parameter groups for an optimizer, with a group for added parameters.
 
     Added parameters are not decayed: at zero they change nothing, so decay would undo the patch.
     They are few and start at zero, so they need a larger learning rate than the weights. For gates,
@@ -132,9 +132,10 @@ def parameter_groups(
 
 # Missing upstream: a way for a module to say that its parameters are not decayed.
 def skip_hyper(original, model, *args, **kwargs):
-    """Keep weight decay of the Trainer, and of trainers derived from it, off added parameters.
+    """Keep the Trainer's weight decay off added parameters.
 
-    All of them select decayed parameters with `get_parameter_names`, which recurses into children.
+    The Trainer, and trainers derived from it, select decayed parameters with
+    `get_parameter_names`, which recurses into children.
     """
     return [] if isinstance(model, Hyper) else original(model, *args, **kwargs)
 
@@ -165,7 +166,7 @@ def freeze_base(model: nn.Module) -> nn.Module:
 
 
 def hyper_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of all added parameters, including every adapter's copies of them.
+    """Return the ids of all added parameters, also of every adapter's copies.
 
     If adapters each bring their own patch, only the active adapter's parameters count.
 

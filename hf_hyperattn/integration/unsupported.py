@@ -36,7 +36,7 @@ def unsupported(model_type: str, name: str | None) -> ValueError:
 
 
 def refuse_unrouted(config: Any) -> None:
-    """Raise if a mask is requested for an unsupported family that runs one of our names.
+    """Raise if a mask is requested for an unsupported family under our names.
 
     Raises:
         ValueError: The family is unsupported.
@@ -47,7 +47,7 @@ def refuse_unrouted(config: Any) -> None:
 
 
 def check_routed(model: PreTrainedModel, name: str, inside_another: bool = False) -> None:
-    """Route supported families inside a model, and raise if nothing would call our function.
+    """Route supported families in a model; raise if nothing would call our function.
 
     Args:
         model: The model.
@@ -89,7 +89,7 @@ def check_parts(model: PreTrainedModel, name: str, configs: Sequence | None = No
 
 
 def check_config(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Raise if no part that runs on a sub-config has attention layers that could run a name.
+    """Raise if no part on a sub-config has attention layers that could run a name.
 
     Args:
         model: The model.

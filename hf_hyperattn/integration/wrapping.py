@@ -1,7 +1,7 @@
 """Wrap methods of Transformers and PEFT, and detect that a new version has changed them.
 
-The parameters of a wrapper declare what it relies on: the original must have them at the same places
-and with the same names. `warn_of_changes` is called once, after all wrappers are installed.
+The parameters of a wrapper declare what it relies on: the original must have them at the same
+places and with the same names. `warn_of_changes` is called once, after all wrappers are installed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def wrap(name: str, owner: Any = PreTrainedModel):
 
 
 def check_signature(owner: Any, name: str, expected: list[inspect.Parameter]) -> None:
-    """Add to `changes` if a function is missing or takes other parameters than expected.
+    """Add to `changes` if a function is missing or its parameters have changed.
 
     Args:
         owner: The class or module that should have the function.
@@ -138,7 +138,7 @@ def check_signature(owner: Any, name: str, expected: list[inspect.Parameter]) ->
 
 
 def warn_of_changes() -> None:
-    """Check `RELIED_ON`, and log one warning with all changes and the installed versions."""
+    """Check `RELIED_ON`, and log one warning with all changes and versions."""
     for module, cls, name, parameters in RELIED_ON:
         made = [
             inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -52,9 +52,9 @@ logger = logging.get_logger(__name__)
 Moments = tuple[Tensor, Tensor]
 
 
-#: Model types whose queries and keys are the outputs of their projections, only reshaped into heads:
-#: no rotation, no norm, no second use. `tests/integration/test_collaborative_families.py` checks this
-#: for each of them.
+#: Model types whose queries and keys are the outputs of their projections, only reshaped into
+#: heads: no rotation, no norm, no second use. For each of them,
+#: `tests/integration/test_collaborative_families.py` checks this.
 SHAREABLE = frozenset(
     """
     albert bart beit bert bert-generation biogpt blenderbot blenderbot-small blip_text_model camembert
@@ -152,7 +152,7 @@ def share_heads(
 def select_parts(
     model: PreTrainedModel, config: HyperAttnConfig
 ) -> tuple[list[Selected], list[SharedHost]]:
-    """Return the attention layers that a config selects, and the ones that are converted.
+    """Return the attention layers that a config selects, and the converted ones.
 
     Layers with other mechanisms, or without a rank, are patched and keep their projections.
     """
@@ -180,9 +180,9 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
         heads: The choice of heads, which must be None.
 
     Raises:
-        ValueError: The layer has rotary positions, grouped keys or projections that are no plain
-            linear maps, its family uses the projections otherwise, its weights are not in memory,
-            or the rank is too high.
+        ValueError: The layer has rotary positions, grouped keys, or projections that are no plain
+            linear maps. Its family is not in `SHAREABLE`. Its weights are not in memory. The rank
+            is too high.
     """
     check_host(host)
     model_type = getattr(host.config, "model_type", "")
@@ -247,7 +247,7 @@ def solve_parts(parts: list[SharedHost], moments: list[Moments] | None = None) -
                 modules = build_filled(part, old, result)
             for name, child in old.children.items():
                 offload_like(modules[name], child, f"{part.host.name}.{name}")
-            # The modules have these factors now. Float64 copies of all layers would fill the memory.
+            # The modules have these factors now. Float64 copies of all layers would fill memory.
             result = replace(result, query=None, key=None)
             solved.append(replace(part, result=result, modules=modules))
             bar.update(1)
@@ -346,7 +346,7 @@ def split_heads(weight: Tensor, heads: int) -> Tensor:
 
 
 def format_report(model: PreTrainedModel, parts: list[SharedHost], dtype: torch.dtype) -> str:
-    """Return a text about the coming conversion, with one line for each attention layer.
+    """Return a report of the coming conversion, one line for each attention layer.
 
     Args:
         model: The model, not converted yet.
@@ -385,7 +385,7 @@ def install_parts(
     keep_original: bool,
     newly_routed: bool,
 ) -> None:
-    """Attach a `hyper` to every selected layer, and replace the projections of converted ones.
+    """Attach a `hyper` to every selected layer, and replace projections.
 
     Args:
         model: The model.
@@ -410,7 +410,7 @@ def install_parts(
 
 
 def build_filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:
-    """Return the new modules of an attention layer, with the weights of a decomposition.
+    """Return the new modules of an attention layer, filled from a decomposition.
 
     Args:
         part: The attention layer.
@@ -441,7 +441,7 @@ def build_filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module
 def bring_back_original(
     model: PreTrainedModel, kept: dict[str, dict[str, nn.Module]]
 ) -> PreTrainedModel:
-    """Return the model with its old projections, on the device and in the dtype it has now.
+    """Return the model with its old projections, in its current device and dtype.
 
     Args:
         model: The converted model.
@@ -461,7 +461,7 @@ def bring_back_original(
 
 
 def requests_conversion(config: MechanismConfig) -> bool:
-    """Return whether a config asks for a conversion. Without a rank it asks for a patch."""
+    """Return whether a config asks for a conversion: without a rank it is a patch."""
     return isinstance(config, CollaborativeConfig) and config.rank is not None
 
 

@@ -85,7 +85,7 @@ def find_projections(host: nn.Module) -> Projections | None:
 class SharedProjection(nn.Module):
     """A projection of queries, or of keys, to R dimensions that all heads share.
 
-    Its output rows are filled with zeros to the width that the attention layer expects, so that they
+    Its output rows are filled with zeros to the width that the attention layer expects. So they
     pass through its reshaping and its cache.
 
     Args:
@@ -209,7 +209,7 @@ def is_shared(model: PreTrainedModel) -> bool:
 
 
 def rebuild_projections(model: PreTrainedModel) -> None:
-    """Put shared projections into a model before the weights of a converted one are loaded.
+    """Put shared projections into a model before converted weights are loaded.
 
     Args:
         model: A patched model. A `SharedLayer` in a `hyper` marks a converted attention layer.
