@@ -261,9 +261,9 @@ def check_part_names(model: PreTrainedModel, names: list[tuple[Any, str]]) -> No
             # Some parts have no model type in Transformers 5.17.
             part = config.model_type or type(config).__name__
             raise ValueError(
-                f"attn_implementation={name!r} was asked for the part {part!r} of "
-                f"{type(model).__name__}, which lacks that part, or none of whose attention runs on its config; "
-                "leave that part out"
+                f"attn_implementation={name!r} was requested for the part {part!r} of "
+                f"{type(model).__name__}, but no attention layer there runs on the config of that "
+                "part; leave that part out"
             )
 
 

@@ -424,8 +424,8 @@ def resolve_adapter(
     """
     for path, _ in hyper_wrappers(base):
         raise ValueError(
-            f"{path} is in an adapter with modules_to_save=['hyper'], beside which none with a patch of its own "
-            "has a place; put them on two models"
+            f"{path} is in an adapter with modules_to_save=['hyper'], and an adapter with a patch of its "
+            "own cannot be added to it; put the two adapters on two models"
         )
     record = None
     if any(base_hyper(host) is not None for _, host in patched_hosts(base)):
@@ -447,8 +447,8 @@ def resolve_adapter(
     prefix = base.base_model_prefix
     if record is not None and in_short(record, prefix) != in_short(wanted, prefix):
         raise ValueError(
-            f"{type(base).__name__} is patched otherwise than this adapter asks for; leave mechanisms out to adapt "
-            "what is there, or call unpatch_model(model) first"
+            f"{type(base).__name__} is patched otherwise than this adapter asks for; leave mechanisms out to "
+            "adapt the present patch, or call unpatch_model(model) first"
         )
     # An earlier adapter may have routed the family: the last one to leave has to undo it.
     newly_routed = newly_routed or any(h.newly_routed for h in hypers_of_adapters(base))

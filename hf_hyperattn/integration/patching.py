@@ -314,10 +314,10 @@ def gather_config(
 def route_families(base: PreTrainedModel) -> bool:
     """Route supported families through the attention interface.
 
-    Returns:
-        Whether that was needed.
-
     Only a patch that routed a family undoes it when it is removed.
+
+    Returns:
+        Whether it was needed.
     """
     before = next(model_patches.hosts(base), None) is not None
     return model_patches.serve(base) and not before

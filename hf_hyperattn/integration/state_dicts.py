@@ -103,6 +103,7 @@ def _load_shards(original, model, folder, *args, **kwargs):
         return original(model, folder, *args, **kwargs)
 
 
+# Missing upstream in Accelerate: callbacks before and after a load of several files.
 # Accelerate binds the function in each of these modules, and callers import it from any of them.
 for _module in (accelerate, accelerate.utils, accelerate.utils.modeling, accelerate.big_modeling):
     wrap("load_checkpoint_in_model", _module)(_load_files)

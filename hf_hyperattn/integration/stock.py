@@ -118,8 +118,8 @@ def check_beneath(name: str | None, who: str) -> None:
     if own is not function and ALL_ATTENTION_FUNCTIONS.get(RUNNING) is FUNCTIONS.get(RUNNING):
         logger.warning_once(
             f"hf_hyperattn: the attention function {name!r} is wrapped by {getattr(function, '__module__', 'others')}, "
-            "and those of hf_hyperattn are not: where a mechanism acts, the wrapper does not; import hf_hyperattn "
-            "before the library that wraps attention functions"
+            "and the functions of hf_hyperattn are not: the wrapper has no effect while a mechanism is active; "
+            "import hf_hyperattn before the library that wraps attention functions"
         )
 
 
