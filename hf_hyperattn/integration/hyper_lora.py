@@ -92,6 +92,10 @@ class HyperLoraConfig(LoraConfig):
     Raises:
         ValueError: `mechanisms` and `hyperattn` are both given, `patch_model` would reject their
             values, or `layer_replication` is set.
+
+    Example:
+        config = ha.HyperLoraConfig(mechanisms=[ha.ConeConfig()], r=8, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config)
     """
 
     hyperattn: Any = field(

@@ -82,6 +82,9 @@ def patch_model(
         ValueError: There is nothing to patch, or the model is already patched. Two mechanisms share
             a stage, a layer or head is unknown, or the family is unsupported. The model is
             unchanged.
+
+    Example:
+        ha.patch_model(model, ha.ConeConfig(), layers="last-third")
     """
     config = gather_config(mechanisms, layers, heads, mode, include_cross_attention)
     base = base_model(model)
@@ -145,6 +148,9 @@ def unpatch_model(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: The model is not patched, or it is converted and its original was not kept.
+
+    Example:
+        model = ha.unpatch_model(model)
     """
     with outside_inference_mode():
         return _unpatch_or_restore(model)

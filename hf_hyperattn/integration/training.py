@@ -62,6 +62,9 @@ def lora_config(
     Raises:
         ValueError: The model is not patched, or its attention has no linear layers and
             `target_modules` is None.
+
+    Example:
+        model = peft.get_peft_model(model, ha.lora_config(model, r=16))
     """
     base = base_model(model)
     hosts = hosts_of_patched(base)
@@ -102,6 +105,9 @@ def parameter_groups(
     Raises:
         ValueError: The model is not patched, nothing in it is trainable, or a rate is negative or
             not a finite number.
+
+    Example:
+        optimizer = torch.optim.AdamW(ha.parameter_groups(model, lr=1e-4, hyper_lr=1e-2))
     """
     for name, value in (("lr", lr), ("hyper_lr", hyper_lr), ("weight_decay", weight_decay)):
         # A bool is an int in Python.
@@ -158,6 +164,9 @@ def freeze_base(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: The model is not patched.
+
+    Example:
+        ha.freeze_base(model)  # the optimizer then trains the added parameters only
     """
     added = hyper_parameters(model)
     for parameter in model.parameters():
