@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..engines import repeat_heads
 from ..engines.options import read_visible
-from ..engines.reference import hide
-from ..engines.score import euclidean
+from ..engines.reference import hide_pairs
+from ..engines.score import euclidean_distances
 from ..integration import describe
 from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
@@ -278,7 +278,7 @@ def cones(part: Any, call: HostCall) -> dict[str, Any]:
     height = cone.clamp_height(height, r) if part.config.clamp_heights else height
     place = cone.horizontal(key, stretch)
     width = half_width_of(part.config.variant, height[:, :, None], height[:, None, :], r[..., None])
-    inside = (euclidean(place, place) <= width) & ~torch.eye(
+    inside = (euclidean_distances(place, place) <= width) & ~torch.eye(
         key.shape[1], dtype=torch.bool, device=key.device
     )
     across, explained = principal(place - place.mean(1, keepdim=True), 1)
@@ -345,7 +345,7 @@ def hsa_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
     logits = (query @ repeat_heads(key, heads).mT)[0]
     if plan.options.bias is not None:
         logits = logits + plan.options.bias[0]
-    seen = read_visible(hide(torch.zeros_like(logits)[None], plan.options)[0])
+    seen = read_visible(hide_pairs(torch.zeros_like(logits)[None], plan.options)[0])
     rule = part.config.rule(call.is_causal or part.grows, heads, "this call")
     counts = {n: by_head(getattr(rule, n), heads) for n in ("near", "sinks", "refine_top_k")}
     ((tree, tokens),) = trees_of(
