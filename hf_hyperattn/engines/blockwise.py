@@ -51,6 +51,7 @@ def compute_output(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor
     t = call.tensors
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
     lse = t.query.new_empty(t.query.shape[:-1])
+    # Dropout is drawn per tile, so forward must cut the same tiles as backward.
     elements = BACKWARD_ELEMENTS if call.options.dropout_p else FORWARD_ELEMENTS
     for tile in call.cut_tiles(elements):
         logits = hide_pairs(tile, sum_terms(tile, evaluate_terms(tile, derive=False)))
@@ -140,6 +141,7 @@ def evaluate_terms(tile: Tile, derive: bool) -> list[tuple]:
     """
     t = tile.call.tensors
     dot = tile.multiply_keys(tile.of_query(t.query), tile.of_key(t.key))
+    # The numbers of all terms stand in one list per kind, in the order of the terms.
     rows, columns, heads = iter(t.row), iter(t.column), iter(t.head)
     squared_distance = None if t.points_query is None else tile.squared_distance
     evaluated = []
@@ -265,6 +267,7 @@ def backward_tile(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Te
     # Derivative of softmax: dS = W (dW - mean of dW under W).
     d_logits = d_weights.sub_(mean).mul_(weights)
     if grads.sinks is not None and t.sinks is not None:
+        # A sink is a pair without a value, so its gradient is -W · mean.
         share = -torch.exp(tile.of_head(t.sinks) - lse) * mean
         add_reduced(tile.of_head(grads.sinks), share)
     for d_pair in (grads.bias, grads.mask):
@@ -312,6 +315,7 @@ def backward_terms(tile: Tile, grads: Tensors, evaluated: list[tuple], d_logits:
     softcap = tile.call.options.softcap
     d_dot = None
     for (part, gate, pull), (term, _, caps) in zip(evaluated, tile.call.terms, strict=True):
+        # Backwards through cap and gate, in the reverse order of `sum_terms`.
         d_part = d_logits
         if caps and softcap is not None:
             capped = torch.tanh(part / softcap)

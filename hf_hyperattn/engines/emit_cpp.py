@@ -30,6 +30,7 @@ from .trace import (
     trace_term,
 )
 
+#: C++ of each operation. The functions are defined in cpu/vectors.h and cpu/score.h.
 EXPRESSIONS = {
     "add": "{} + {}",
     "sub": "{} - {}",
@@ -77,12 +78,14 @@ struct Emitted {{
 }}  // namespace
 }}  // namespace hyper
 """
+#: Forward pass of a term that reads no distance.
 OPEN = """  static State open(const Pair& p) {{
     State s = {{}};
 {logit}
     return s;
   }}
 """
+#: Derivative of a term.
 PULL = """
   static Slopes<rows, columns, heads> pull(const Pair& p, const State& s, Vec grad) {{
     Slopes<rows, columns, heads> to;
@@ -90,6 +93,8 @@ PULL = """
     return to;
   }}
 """
+#: Forward pass with a distance: once with the distance from the product, and again if some pairs
+#: need differences. `gap` is a distance that the caller knows already.
 OPEN_WITH_DISTANCE = """  static State open(const Pair& p) {{
     State s = {{}};
     if (p.gap) {{
@@ -114,6 +119,7 @@ OPEN_WITH_DISTANCE = """  static State open(const Pair& p) {{
 
   static Ints inexact(const State& s) {{ return s.near; }}
 """
+#: A reader. Its graph has rows, columns and heads like a term's, so `p` has members of these names.
 READER = """
 namespace hyper {{
 namespace {{
@@ -132,6 +138,8 @@ struct {name} {{
 }}  // namespace
 }}  // namespace hyper
 """
+#: Part of the derivative for pairs whose distances came from differences. It is rare, so it stays
+#: out of the common path.
 FROM_DIFFERENCES = """
     if (s.some_near) [[unlikely]] {{
       const Ints some = s.near & (grad != Vec{{}});  // but for lanes that are no pairs
@@ -164,6 +172,7 @@ class CppWriter:
     def write_node(self, node: Node) -> str:
         """Return an expression for a node, after adding the statements that it needs."""
         if node.op == "number":
+            # C++ has no literal for infinity.
             number = f"{node.value!r}f".replace("inff", "kInf")
             return f"({number})" if node.value < 0 else number
         if node.op in LEAVES:
@@ -214,6 +223,7 @@ def state_name(node: Node) -> str:
 def emit_functor(term: Term) -> tuple[str, str | None]:
     """Return the text of a term's functor, and the reason why there is none or None."""
     try:
+        # Returned, not raised: the cache keeps results, but not exceptions.
         return write_functor(term), None
     except Untraceable as error:
         return "", str(error)
@@ -262,6 +272,7 @@ def write_functor(term: Term) -> str:
     if distance is not None:
         texts |= write_distance(t.graph, distance, forward, read)
     texts["pull"] = pull.join_lines()
+    # With a distance, the statements stand two levels deeper, inside a loop.
     texts["logit"] = write_forward(t.logit, "s.logit", read, 4 if distance is None else 6)
     members = sorted(read, key=lambda node: node.order)
     state = [f"    {cpp_type(node)} v{node.order};" for node in members]

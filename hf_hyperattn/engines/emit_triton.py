@@ -77,6 +77,8 @@ class SumOfTerms(Term):
     def logits(self, dot, row, column, head, squared_distance=None):
         total = 0
         for term, numbers, gate, capped in self.split_numbers(row, column, head):
+            # The kernel knows the distance already. `logits` would compute it from the product
+            # again.
             formula: Any = term.score if isinstance(term, DistanceTerm) else term.logits
             part = formula(dot, *numbers, squared_distance)
             if capped:
@@ -123,10 +125,12 @@ def trace_score(score_key: str, capped: bool) -> tuple[Traced | None, str | None
         capped: Whether the call has a softcap.
     """
     measures = sum(isinstance(term, DistanceTerm) for term, *_ in parse_score_key(score_key))
+    # The kernel holds one squared distance per pair.
     if measures > 1:
         return None, f"more than one term of {score_key} reads distances"
     kind = SumWithDistance if measures else SumOfTerms
     try:
+        # Returned, not raised: the cache keeps results, but not exceptions.
         return trace_term(kind(score_key, capped)), None
     except Untraceable as error:
         return None, str(error)
@@ -147,6 +151,7 @@ class TritonWriter:
     def write_node(self, node: Node) -> str:
         """Return an expression for a node, after adding the lines that it needs."""
         if node.op == "number":
+            # Python prints infinity as `inf`, which is no name in the emitted code.
             finite = abs(node.value) < float("inf")
             number = repr(node.value) if finite else f'float("{node.value}")'
             return f"({number})" if node.value < 0 else number
@@ -219,9 +224,10 @@ def emit_functions(score_key: str, capped: bool) -> Emitted:
     softcap = None
     if capped:
         softcap = g.add_node("head", value=SumOfTerms(score_key, capped).heads - 1)
-    # Not masked: the kernel corrects the pairs from differences afterwards.
+    # Not masked: Triton kernels take all gradients through the product form.
     by_grad, _ = t.through_logit(g.add_node("local", value=GRAD), masked=False)
     by_one, _ = t.through_logit(g.add_number(1), masked=False)
+    # The softcap is a parameter in the graph only. A gradient of constant 0 needs no code.
     learned = [n for n, d in by_grad.items() if n is not softcap and d is not g.add_number(0)]
     rows, columns, heads = (tuple(sorted(n.value for n in learned if n.op == op)) for op in INDEXED)
 

@@ -100,6 +100,7 @@ class _FirstOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # `grad` is an origin too: differentiating by it is a second derivative as well.
         refused = refusing_second_derivatives([grad], *ctx.saved_tensors, grad, owner=ctx.owner)
         return None, refused[0]
 
@@ -125,13 +126,15 @@ def refusing_second_derivatives(
 
     Args:
         gradients: Gradients that a backward pass has computed without a graph.
-        origins: The tensors from which they were computed.
+        origins: The tensors that they depend on.
         owner, instead: As in `refuse_second_derivative`.
     """
     there = [g for g in gradients if g is not None]
     known = [t for t in origins if t is not None]
+    # Without create_graph=True, grad mode is off here and no second derivative can follow.
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in known):
         return list(gradients)
+    # The origins are only passed to connect the gradients to them in autograd's graph.
     refused = iter(_Once.apply(owner, instead, len(there), *there, *known))
     return [g if g is None else next(refused) for g in gradients]
 
@@ -145,6 +148,7 @@ def evaluate_node(node: Node, values: dict[Node, Tensor]) -> Tensor:
     """
     if node not in values:
         if node.op == "number":
+            # A tensor, because torch.maximum and torch.logical_and take no Python numbers.
             like = next(iter(values.values()))
             values[node] = torch.full((), node.value, dtype=like.dtype, device=like.device)
         else:
@@ -188,6 +192,7 @@ def evaluate_with_vjp(
         # A copy: values that depend on this gradient must not remain for the next call.
         known = dict(values)
         known[t.graph.add_node("local", value=GRAD)] = grad
+        # A scalar False broadcasts to all pairs: no distance came from differences.
         none_near = torch.zeros((), dtype=torch.bool, device=dot.device)
         known[t.graph.add_node("near", value=NEAR)] = none_near if near is None else near
         gradients, distance = t.by_grad

@@ -245,7 +245,7 @@ def private_directory() -> Path:
 def open_to_others(path: Path) -> str | None:
     """Return why another user may have written a file or directory.
 
-    None if nobody else can have written it.
+    None if only this user can have written it.
     """
     # Without following links: the target of a link may change between this check and the load.
     status = path.lstat()
@@ -416,7 +416,7 @@ def _compile_into_place(sources: Sequence[Path | str], library: Path) -> None:
     # Raises without a compiler, before a line is printed or a directory is made.
     find_compiler()
     for left in library.parent.glob(f"{library.stem}.*"):
-        # Left by a process that was killed: we hold the lock for this name, so nobody else uses it.
+        # Left by a process that was killed: this process holds the lock for the name, so no other one uses it.
         if left.is_dir() and os.name == "posix":
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}.") as place:

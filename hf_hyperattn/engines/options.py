@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 #: An additive mask hides a pair if it adds this or less. The bound covers the lowest number of
-#: every dtype and the -10000 of older models, which bfloat16 rounds to -9984 and to which a bias
-#: may be added.
+#: every dtype. It also covers the -10000 of older models, which bfloat16 rounds to -9984, with a
+#: small bias added.
 HIDDEN = -9_900.0
 
 
@@ -122,6 +122,7 @@ def check_broadcast(
         raise ValueError(
             f"{name} has dtype {tensor.dtype}; allowed: bool (True = take part) or floating point (added)"
         )
+    # From the last axis on, as in broadcasting. `strict=False`: leading axes may be missing.
     fits = tensor.dim() <= 4 and all(
         a in (1, b) for a, b in zip(reversed(tensor.shape), reversed(shape), strict=False)
     )
@@ -147,6 +148,7 @@ def position_mask(
     Returns:
         Bool [rows, columns], or None if every pair is visible.
     """
+    # None instead of all True, so that callers skip the masking.
     if not options.is_causal and options.window is None:
         return None
     i = torch.arange(*rows, device=device)[:, None]
@@ -168,6 +170,7 @@ def visible_pairs(options: Options, i: Tensor, j: Tensor) -> Tensor | None:
         return None
     i = i + options.offset
     visible = (j <= i) if options.is_causal else torch.ones_like(i - j, dtype=torch.bool)
+    # A causal window only looks back, because later keys are hidden already.
     if options.window is not None:
         visible = visible & (i - j < options.window)
         if not options.is_causal:
@@ -183,6 +186,7 @@ def key_range(options: Options, rows: range, keys: int) -> range:
         rows: The queries.
         keys: Number M of keys of the call.
     """
+    # The first row sees farthest back, and the last row sees farthest ahead.
     start, stop = 0, keys
     if options.window is not None:
         start = max(0, rows.start + options.offset - options.window + 1)
@@ -201,6 +205,7 @@ def full_precision(device: torch.device) -> AbstractContextManager:
     Autocast would round products, and the columns of a midpoint exceed the range of float16.
     """
     kind = device.type
+    # In this order: torch raises an error if a device without autocast is asked.
     on = has_autocast(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if on else nullcontext()
 

@@ -119,6 +119,8 @@ class Term:
             g = pull(grad)
             return g[0], g[1:columns_at], g[columns_at:heads_at], g[heads_at:]
 
+        # The logits use exact distances, as in the forward pass. Their derivative stays in the
+        # product form.
         if squared_distance is not None:
             out = self.logits(dot, row, column, head, squared_distance)
         return out, pull_back
@@ -171,6 +173,7 @@ class DistanceTerm(Term):
         if squared_distance is None:
             return squared, None
         inexact = self.is_inexact(squared, row, column, head)
+        # Most tiles have no such pair, and then nothing is gathered.
         if not inexact.any():
             return squared, None
         # The engine may compute more pairs than asked, so its NaN say which ones it left out.
@@ -196,7 +199,7 @@ class DerivedDistanceTerm(DistanceTerm):
         Returns:
             The logits, and a function from their gradient to `(d_squared_distance, d_rows,
             d_columns, d_heads)`. It covers the statistics that this method reads. They stand before
-            those that only `by_product` reads.
+            the statistics that only `by_product` reads.
         """
         raise NotImplementedError
 
@@ -299,6 +302,7 @@ class Reader:
 READERS: dict[str, Reader] = {}
 
 
+# eq=False here and below: comparing tensors gives no single truth value.
 @dataclass(frozen=True, eq=False)
 class VectorReader:
     """A term's reader with its numbers.
@@ -381,6 +385,7 @@ class ScoreTerm:
             there = self.points()  # type: ignore[misc]  # only used if there are points
             return Points(there.query, repeat_heads(there.key, heads))
 
+        # Functions, so that nothing is repeated for engines that read neither numbers nor points.
         points = None if self.points is None else repeat_points
         return replace(self, statistics=repeat_numbers, points=points)
 
@@ -420,6 +425,7 @@ class PairScore:
         Returns:
             Query features [B, H, N, d] and key features [B, Hkv, M, d].
         """
+        # Stored, because the terms, their definitions and the engine may all ask for the features.
         if self._features is None:
             self._features = self.make_features() if self.make_features else self._scale_vectors()
         return self._features
@@ -478,6 +484,7 @@ class PairScore:
         """
         if heads == self.kv_heads:
             return self
+        # `replace` starts without stored features, which have the old number of heads.
         score = replace(self, raw_key=repeat_heads(self.raw_key, heads), terms=())
         if self.make_features is not None:
             score.make_features = lambda: (self.query, repeat_heads(self.key, heads))
@@ -512,6 +519,7 @@ def parse_score_key(key: str) -> tuple[tuple[Term, bool, bool], ...]:
 
     Each comes with whether it has a gate and whether it is capped.
     """
+    # `not i`: the softcap always applies to the first term.
     parts = enumerate(key.split("+"))
     return tuple((TERMS[p.lstrip("*^")], p.startswith("*"), not i or "^" in p) for i, p in parts)
 
@@ -562,6 +570,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if x.shape[1] == heads:
         return x
     group = heads // x.shape[1]
+    # `repeat_interleave` joins the axes of heads and groups, see OLD_EXPORTER.
     if is_exporting() and OLD_EXPORTER:
         return torch.cat([head.expand(-1, group, *head.shape[2:]) for head in x.split(1, 1)], 1)
     return x.repeat_interleave(group, dim=1)
@@ -579,6 +588,8 @@ def euclidean_distances(x: Tensor, y: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
     x, y = x.contiguous(), y.contiguous()
     learns = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    # torch.func does not support this kind of `Function`. Compiled calls have no second derivative
+    # anyway.
     if not learns or torch.compiler.is_compiling() or is_transformed():
         return _exact_cdist(x, y)
     return Euclidean.apply(x, y)
@@ -609,11 +620,15 @@ class Euclidean(torch.autograd.Function):
         if torch.is_grad_enabled():
             difference = x[..., :, None, :] - y[..., None, :, :]
             square = difference.square().sum(-1)
+            # At distance 0 the gradient is 0. The inner `where` keeps 1/0 out of the next
+            # derivative.
             apart = square > 0
             slope = torch.where(apart, grad / torch.where(apart, square, 1.0).sqrt(), 0.0)
             parts = slope[..., None] * difference
             return parts.sum(-2), -parts.sum(-3)
         grad, columns = grad.contiguous(), distance.mT.contiguous()
+        # Distances are symmetric: the gradient of y is the same function with everything
+        # transposed.
         d_x = torch.ops.aten._cdist_backward(grad, x, y, 2.0, distance)
         return d_x, torch.ops.aten._cdist_backward(grad.mT.contiguous(), y, x, 2.0, columns)
 

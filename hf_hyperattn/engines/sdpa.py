@@ -103,7 +103,7 @@ def supports(score: PairScore, value: Tensor, options: Options) -> bool:
     It may if the call is supported and needs no N x M matrix.
     """
     device = value.device.type
-    # On a CPU, torch's kernel with dropout is the dense one. Other devices are not tested.
+    # On a CPU, torch's kernel with dropout is the dense one.
     lean = device == "cuda" or (device == "cpu" and not options.dropout_p)
     return lean and unsupported_reason(score, value, options) is None
 
@@ -122,6 +122,7 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
     if needs_grad(masks):
         return "masks get no gradient"
     query, key, scale = product_inputs(score)
+    # `not >` instead of `<=` also rejects NaN.
     if rest and not abs(scale) > torch.finfo(torch.float32).tiny:
         return "its scale is 0, which columns are divided by"
     dtype = promote_dtypes(query, key, value)
@@ -131,6 +132,8 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
         return "half precision would round the numbers of its mask"
     if m == 0:
         return "there are no keys"
+    # For few queries a mask of all pairs is small. For more, it is only used if the caller has made
+    # one.
     covers_pairs = bool(masks) and masks[0].shape[-2:] == (n, m)
     if n > FEW and not is_simply_hidden(options) and not covers_pairs:
         return "windows, offsets and causality beside a mask of keys need a mask of all pairs"
@@ -273,6 +276,7 @@ def append_terms(
 def append_columns(x: Tensor, columns: Tensor, width: int) -> Tensor:
     """Return [B, H, L, width]: vectors, their columns, zeros."""
     columns = columns.expand(*x.shape[:3], -1)
+    # An expanded scalar: no buffer of zeros is made before `cat` writes them.
     zeros = x.new_zeros(()).expand(*x.shape[:3], width - x.shape[-1] - columns.shape[-1])
     return torch.cat([x, columns, zeros], -1)
 
@@ -321,6 +325,7 @@ def balance_factors(left: Tensor, right: Tensor) -> Tensor:
 
     Both sides then stay in the range of float16. Powers of 2 add no rounding.
     """
+    # The balance cancels in the product, so it needs no gradient. The bound avoids log2(0).
     size_left, size_right = (
         t.abs().amax((0, 1, 2)).clamp_min(1e-30) for t in (left.detach(), right.detach())
     )

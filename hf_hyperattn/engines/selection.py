@@ -100,6 +100,7 @@ class Places:
 
         It is the last key for queries that stand behind all keys.
         """
+        # Clamped to a valid index, because the result is used to gather.
         own = torch.arange(self.queries, device=self.device) + self.start
         return own.clamp(0, max(0, self.keys - 1))
 
@@ -120,7 +121,7 @@ class Places:
         if self.real is None:
             return [0] * self.batch, [stop] * self.batch
         real = self.real[:, self.dropped :]
-        # argmax fails without rows or without keys.
+        # Without keys argmax would fail, and without rows the division below.
         if not real.numel():
             return [0] * self.batch, [0] * self.batch
         # argmax finds the first True. As long as the count fills the distance to the last True,

@@ -27,6 +27,7 @@ from .graph_torch import refuse_in_operator
 from .options import Options
 from .score import PairScore, Term, is_upcast, parse_score_key
 
+#: Arguments after the tensors. SymInt, because exported programs keep lengths and widths symbolic.
 _SETTINGS = (
     "str score_key, str extras, SymInt width, float scale, bool is_causal, SymInt? window, SymInt offset, "
     "float? softcap, float dropout_p"
@@ -79,11 +80,15 @@ def call_operator(
         points = score.points()
         extras["points_query"], extras["points_key"] = points.query, points.key
     if options.dropout_p:
-        # Kernels take a 32-bit seed, on their own device. Blocks seed a generator of the CPU.
+        # A tensor, so that a compiled program draws a new seed in each run.
+        # Kernels take a 32-bit seed, on the device of the values. Blocks read it in Python, so it stays
+        # on the CPU.
         largest = 2**31 if raw else 2**62
         extras["seed"] = torch.randint(largest, (1,), device=value.device if raw else None)
     if raw and factors is not None:
         extras["query_factor"], extras["key_factor"] = factors
+    # A list of tensors cannot contain None, so absent ones are left out of the list and of the
+    # names.
     given = {name: tensor for name, tensor in extras.items() if tensor is not None}
     out, _ = operator(
         [query, key, value, *rows, *columns, *heads, *given.values()],
@@ -182,6 +187,7 @@ def read_arguments(
         score_key, extras, width, scale, options: Further arguments in the order of the schema.
     """
     terms = parse_score_key(score_key)
+    # The terms alone tell how many tensors of each kind there are.
     rows_at = 3
     columns_at = rows_at + sum(term.rows for term, _, _ in terms)
     heads_at = columns_at + sum(term.columns for term, _, _ in terms)
@@ -223,6 +229,7 @@ def shape_gradients(
     """
     names = extras.split()
     main = len(tensors) - len(names)
+    # An operator returns a tensor for every input. An empty one means "no gradient".
     full = [tuple(t.shape) for t in tensors]
     return full[:main] + [
         shape if learned(name) else (0,) for name, shape in zip(names, full[main:], strict=True)
@@ -271,7 +278,9 @@ def register_gradients(forward, backward, name: str, pairwise: bool = True) -> N
     def pull_back(ctx, grad, _):
         out, lse, *tensors = ctx.saved_tensors
         needs_grad = list(ctx.needs_input_grad[0])
+        # Kernels read the gradient as a dense array, but autograd may pass an expanded one.
         gradients = backward(grad.contiguous(), out, lse, tensors, needs_grad, *ctx.rest)
+        # Autograd requires the dtype of the input, and engines may compute in float32.
         grads = [
             gradient.to(tensor.dtype) if needed else None
             for gradient, tensor, needed in zip(gradients, tensors, needs_grad, strict=True)
@@ -279,6 +288,8 @@ def register_gradients(forward, backward, name: str, pairwise: bool = True) -> N
         return grads, *[None] * len(ctx.rest)
 
     forward.register_autograd(pull_back, setup_context=save_tensors)
+    # torch's own error would name the operator, but not the `backend=` that has a second
+    # derivative.
     refuse_in_operator(backward, f"backend={name!r}")
     if pairwise:
         count_flops(forward)
@@ -291,6 +302,7 @@ def autograd_inside_operator():
     """Turn autograd on inside an operator, where torch excludes it from dispatch."""
     keys, included = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
+    # The names of these keys differ between versions of torch.
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "AutogradCPU"):
         excluded = excluded.remove(getattr(keys, name)) if hasattr(keys, name) else excluded
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():

@@ -110,6 +110,7 @@ class Call:
             points_query=by_group(extras.get("points_query"), group),
             points_key=extras.get("points_key"),
         )
+        # Gradients have no seed: nothing is drawn for them.
         seed = int(extras["seed"]) if "seed" in extras and not gradients else 0
         return cls(tensors=tensors, terms=call.terms, options=call.options, seed=seed)
 
@@ -188,6 +189,7 @@ class Tile:
 
     def of_pair(self, t: Tensor) -> Tensor:
         """Slice [B|1, Hkv|1, G|1, N|1, M|1] to [hc|1, G|1, R|1, C|1]."""
+        # Axes of size 1 broadcast, so they are not sliced.
         t = t[self.batch if t.shape[0] > 1 else 0]
         t = t[self.heads] if t.shape[0] > 1 else t
         t = t[:, :, self.row_slice] if t.shape[2] > 1 else t
@@ -231,6 +233,7 @@ class Tile:
                 pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device
             )
             squares[chosen] = difference.square().sum(-1)
+        # Relative to the size of the points, because rounding grows with their coordinates.
         blur = (BLUR * torch.finfo(squares.dtype).eps) ** 2
         return squares.masked_fill_(squares <= blur * sizes, 0.0)
 
@@ -250,6 +253,7 @@ class Tile:
         h, g, r, c = chosen
         # d|q - k|² = 2 (q - k) for the query point, and its negative for the key point.
         step = self.point_differences(chosen) * (2 * d_square[chosen])[:, None]
+        # A point may be part of several pairs, so its steps accumulate.
         if d_query is not None:
             d_query.index_put_((h, g, r), step, accumulate=True)
         if d_key is not None:
@@ -266,11 +270,13 @@ class Tile:
             d_key: Gradient of the key points [hc, C, p] to add to, or None.
         """
         query, key, distance = self.all_distances()
+        # `_cdist_backward` differentiates the distance: d(distance²) = 2 · distance · d(distance).
         slope = (2 * d_square).view(distance.shape) * distance
         if d_query is not None:
             by_query = torch.ops.aten._cdist_backward(slope, query, key, 2.0, distance)
             d_query.add_(by_query.view(d_query.shape))
         if d_key is not None:
+            # The same with exchanged roles of queries and keys.
             slope, distance_t = slope.mT.contiguous(), distance.mT.contiguous()
             d_key.add_(torch.ops.aten._cdist_backward(slope, key, query, 2.0, distance_t))
 
@@ -288,6 +294,7 @@ class Tile:
         """
         if pairs is None:
             return None
+        # Gathering wins only for a small share of the pairs, see FEW.
         chosen = pairs.nonzero(as_tuple=True)
         return None if len(chosen[0]) * FEW > pairs.numel() else chosen
 
@@ -311,5 +318,6 @@ class Tile:
             Query points [hc, G·R, p], key points [hc, C, p] and distances [hc, G·R, C].
         """
         query, key = self.points
+        # `_cdist_backward` accepts only contiguous points.
         query, key = query.flatten(1, 2).contiguous(), key.contiguous()
         return query, key, torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")

@@ -62,16 +62,29 @@ class Node:
     """One operation of a graph.
 
     Nodes compare by identity. Arguments always have a lower `order` than their users.
+
+    Args:
+        graph: Graph that the node belongs to.
+        op: A key of DERIVATIVES, a member of MASKS or LEAVES, "number", "detach", or "local" (a
+            variable of the emitted code).
+        args: Arguments of the operation.
+        value: Value of a number, place of a statistic or parameter, or name of a variable.
+        order: Number of nodes that existed before it.
+
+    Attributes:
+        is_mask: Whether the result is a mask.
+        varies: Whether a gradient can flow through it.
+        of_row: Whether it is plain arithmetic on numbers that all pairs of a row share.
     """
 
     graph: Graph
-    op: str  # one of DERIVATIVES, MASKS and LEAVES, or "number", "detach", "local" (a variable of the emitted code)
+    op: str
     args: tuple[Node, ...]
-    value: Any  # of a number; place of a statistic or parameter; name of a variable
+    value: Any
     order: int
     is_mask: bool = field(init=False)
-    varies: bool = field(init=False)  # whether a gradient can flow through it
-    of_row: bool = field(init=False)  # plain arithmetic on numbers that all pairs of a row share
+    varies: bool = field(init=False)
+    of_row: bool = field(init=False)
 
     def __post_init__(self):
         self.is_mask = self.op in MASKS
@@ -103,6 +116,8 @@ class Graph:
 
         The operation is simplified if possible.
         """
+        # Masks and numbers are different types in the emitted code, so each operator gets what it
+        # takes.
         logical = op in ("and", "or", "not")
         # `where` takes a mask first, and numbers after it.
         nodes = tuple(
@@ -141,7 +156,7 @@ class Graph:
             # Double negation.
             return a.args[0] if op in ("neg", "not") and a.op == op else None
         y = b.value if b.op == "number" else None
-        # Numbers are folded, except a division by 0, for which Python would raise an error.
+        # Numbers are folded, except a division by 0: Python would raise an error.
         if op in ARITHMETIC and x is not None and y is not None and (op != "div" or y):
             return self.add_number(ARITHMETIC[op](x, y))
         if op in ("and", "or") and a is b:
@@ -209,6 +224,7 @@ def _add_sum(op: str, g: Graph, a, b, alpha=1) -> Node:
 
 
 def _add_clamp(g: Graph, x, low=None, high=None) -> Node:
+    # Written as `where`, so that the gradient passes through at the bounds.
     x = x if low is None else add_where(x < low, low, x)
     return x if high is None else add_where(g.add_node("lt", high, x), high, x)
 
@@ -216,6 +232,7 @@ def _add_clamp(g: Graph, x, low=None, high=None) -> Node:
 def _add_power(g: Graph, x, exponent) -> Node:
     if isinstance(exponent, Node) or 2 * exponent % 1 or abs(exponent) > 8:
         raise Untraceable("pow, but for whole and half numbers up to 8 as exponents")
+    # x^(k + 1/2) is sqrt(x) times k factors x.
     power = g.add_node("sqrt", x) if exponent % 1 else g.add_number(1)
     for _ in range(int(abs(exponent))):
         power = power * x
@@ -370,6 +387,7 @@ class Tracer(TorchDispatchMode):
         # A trailing underscore means in place. On a fresh tensor that is the same as out of place.
         if name.removesuffix("_") in OPERATORS and name not in OPERATORS:
             name = name.removesuffix("_")
+            # Otherwise the graph would miss the change of the other tensor.
             self.check_changed(args[0])
         if name not in OPERATORS:
             why = next((why for why, names in REFUSED.items() if name in names.split()), ALLOWED)
@@ -434,9 +452,11 @@ class Traced:
             masked: Exclude pairs whose distance came from differences from the gradients through
                 the product form. Default: yes.
         """
+        # First from the logit to its leaves. The squared distance is one of them.
         leaves = compute_gradients((self.logit, None, seed))
         distance = leaves.pop(self.graph.add_node("squared_distance"), self.graph.add_number(0))
         if self.distance is not None:
+            # Then from the squared distance to the leaves of its product form.
             by_product = ~self.graph.add_node("near", value=NEAR) if masked else None
             further = compute_gradients((self.distance.by_product, by_product, distance))
             for leaf, more in further.items():
@@ -574,6 +594,7 @@ def compute_gradients(*adjoints: tuple[Node, Node | None, Node]) -> dict[Node, N
             leaves[node] = value if mask is None else add_where(mask, value, 0.0)
             continue
         parts = DERIVATIVES[node.op](value, node, *node.args)
+        # A node that several others use collects an adjoint from each.
         for argument, part in zip(node.args, parts, strict=True):
             if part is not None and argument.varies:
                 extra, part = part if isinstance(part, tuple) else (None, part)
@@ -589,6 +610,7 @@ def sort_ancestors(nodes) -> Sequence[Node]:
         if node not in seen:
             seen.add(node)
             todo += node.args
+    # Arguments have a lower order than their users.
     return sorted(seen, key=lambda node: -node.order)
 
 

@@ -1,5 +1,6 @@
-"""The Poincaré ball of curvature -c: points x with √c|x| < 1 (Ganea et al., Hyperbolic Neural
-Networks, 1805.09112).
+"""The Poincaré ball of curvature -c: points x with √c|x| < 1.
+
+The formulas are from Ganea et al., Hyperbolic Neural Networks (arXiv 1805.09112).
 
 Points are [..., d]. c >= 0 is a float or a tensor that broadcasts to [...], and c = 0 is the flat
 limit with the metric 2|dx|. As in that paper, expmap0(v) lies at distance 2|v| from the origin.
@@ -72,7 +73,10 @@ def expmap0(v: Tensor, c: Tensor | float) -> Tensor:
 
 
 def logmap0(x: Tensor, c: Tensor | float) -> Tensor:
-    """Return the tangent vector artanh(√c|x|) x/(√c|x|) at the origin that leads to x, [..., d]."""
+    """Return the tangent vector at the origin that leads to x, [..., d].
+
+    It is artanh(√c|x|) x/(√c|x|).
+    """
     x, c = to_working_dtype(c, x)
     return x * artanhc(c * squared_norm(x))[..., None]
 
@@ -114,8 +118,12 @@ def distance(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
 
 
 def expmap(x: Tensor, v: Tensor, c: Tensor | float) -> Tensor:
-    """Return the point [..., d] that the tangent vector v at x leads to, at distance λ_x|v|."""
+    """Return the point [..., d] that the tangent vector v at x leads to.
+
+    Its distance from x is λ_x|v|.
+    """
     x, v, c = to_working_dtype(c, x, v)
+    # w = λ_x v / 2, so that exp_x(v) = x ⊕ exp_0(w).
     w = v / gap(x, c)[..., None]
     return project(mobius_add(x, w * tanhc(c * squared_norm(w))[..., None], c), c)
 
@@ -131,7 +139,9 @@ def logmap(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
 
 
 def midpoint(x: Tensor, c: Tensor | float, weights: Tensor | None = None) -> Tensor:
-    """Return the Einstein midpoint of points, which is the normalised Σ w x of the Lorentz model.
+    """Return the Einstein midpoint of points.
+
+    It is the normalised sum Σ w x of the Lorentz model.
 
     In Klein coordinates k = 2x/(1 + c|x|²) it is Σ w γ k / Σ w γ, with γ = (1 + c|x|²)/(1 - c|x|²).
 
@@ -151,6 +161,7 @@ def midpoint(x: Tensor, c: Tensor | float, weights: Tensor | None = None) -> Ten
     # Far from the origin, normalising leaves a small part of these sums. That needs float64.
     x, weights = to_float64(x), to_float64(weights)
     room = gap(x, c)
+    # Lorentz coordinates: t = (1 + c|x|²)/(1 - c|x|²) and s = 2x/(1 - c|x|²).
     t = (weights @ (2 / room - 1)[..., None]).squeeze(-1)
     s = weights @ (2 * x / room[..., None])
     # The reversed triangle inequality says t² - c|s|² >= (Σ w)². Rounding may break it.
@@ -165,18 +176,20 @@ def depth(x: Tensor, c: Tensor | float) -> Tensor:
     d(0, x) it is (e^ρ - 1)/2. At c = 1 it is |x|/(1 - |x|).
     """
     x, c = to_working_dtype(c, x)
+    # On the rim and beyond it, the result is large instead of infinite or negative.
     reach = square_root(c) * vector_norm(x)
     return reach / at_least(1 - reach, torch.finfo(x.dtype).eps)
 
 
 def angular_similarity(x: Tensor, y: Tensor) -> Tensor:
-    """Return the cosine [...] of the angle between x and y [..., d], seen from the origin.
+    """Return the cosine [...] of the angle between x and y at the origin.
 
     It is 0 if either is the origin. The ball is conformal at the origin, so it is the same for
     points and tangent vectors, and for every c.
     """
     x, y, _ = to_working_dtype(0.0, x, y)
     norm_x, norm_y = vector_norm(x), vector_norm(y)
+    # The origin has no direction. The 1 avoids 0/0, also in the gradient.
     unit_x = x / torch.where(norm_x > 0, norm_x, 1.0)[..., None]
     unit_y = y / torch.where(norm_y > 0, norm_y, 1.0)[..., None]
     return (unit_x * unit_y).sum(-1)

@@ -1,5 +1,6 @@
-"""Scalar functions of u = c·r² that stay smooth if c or r is 0, and norms with a finite gradient
-there.
+"""Scalar functions of u = c·r² that stay smooth if c or r is 0.
+
+Norms here have a finite gradient there, too.
 
 tanh(√u)/√u and similar functions are even in √u, so they are power series in u. Below
 `SERIES_LIMIT` the series is summed, which gives exact values and gradients in the vector and in the
@@ -45,7 +46,10 @@ def to_working_dtype(c: Tensor | float, *points: Tensor) -> tuple:
 
 
 def to_float64(x: Tensor) -> Tensor:
-    """Return `x` in float64 if its device supports it, for sums that cancel far from the origin."""
+    """Return `x` in float64 if its device supports it.
+
+    Sums that cancel far from the origin need it.
+    """
     return x if x.device.type == "mps" else x.double()
 
 
@@ -60,13 +64,13 @@ def vector_norm(x: Tensor) -> Tensor:
 
 
 def at_least(x: Tensor, low: float) -> Tensor:
-    """Return `x` clamped from below. At the bound the gradient is that of `x`."""
+    """Return `x` clamped from below. At the bound the gradient still passes."""
     # Not `torch.clamp`: its gradient at the bound is 0 from torch 2.14 on.
     return torch.where(x < low, low, x)
 
 
 def at_most(x: Tensor, high: float) -> Tensor:
-    """Return `x` clamped from above, with the gradient of `x` at the bound."""
+    """Return `x` clamped from above, and let the gradient pass at the bound."""
     # Not `torch.clamp`, see `at_least`.
     return torch.where(x > high, high, x)
 
@@ -97,7 +101,10 @@ def tanhc(u: Tensor) -> Tensor:
 
 
 def artanhc(u: Tensor) -> Tensor:
-    """Return artanh(√u)/√u, which is 1 at u = 0; u is clamped below 1 to keep it finite."""
+    """Return artanh(√u)/√u, which is 1 at u = 0.
+
+    u is clamped below 1, so that the result is finite.
+    """
     return _evaluate_even(at_most(u, 1 - 2 * torch.finfo(u.dtype).eps), ARTANH, torch.atanh)
 
 
