@@ -142,8 +142,8 @@ def attention(
     # these lengths.
     if weights or torch.compiler.is_compiling() or torch.jit.is_tracing():
         with full_precision(device):
-            run = resolve_engine(score, value, options, backend, weights)
-            out, attention_weights = run(score, value, options)
+            attend = resolve_engine(score, value, options, backend, weights)
+            out, attention_weights = attend(score, value, options)
         return out, attention_weights if weights else None
     key = describe_call(score, value, options, backend)
     run = RESOLVED.get(key)
@@ -183,7 +183,8 @@ def describe_call(score: PairScore, value: Tensor, options: Options, backend: st
         max(width, value.shape[-1]),
         torch.is_grad_enabled() and requires_backward(score, value, options),
     )
-    mask, bias, aggregation = options.mask, options.bias, options.aggregation
+    mask, bias = options.mask, options.bias
+    aggregation = options.aggregation
     requested = (
         options.any_rounding,
         options.softcap is None,

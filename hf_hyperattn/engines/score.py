@@ -340,8 +340,8 @@ class ScoreTerm:
             and `head`.
         low_rank_factors: For a term of low rank that reads no features. Returns float64 factors
             [B|1, H|1, N, c] and [B|1, H|1, M, c], and one number per row [B|1, H|1, N]. The logits
-            are the product of the factors over c plus the row's number. None if the term has no
-            such form, or if float32 sums would be too inexact.
+            are the factors multiplied and summed over c, plus the row's number. None if the term
+            has no such form, or if float32 sums would be too inexact.
         linear_features: Returns features [B, H, N, e] and [B, Hkv or H, M, e] whose plain product
             is the term, for callers that need a score linear in the key. None if there are none.
         capped: Whether `softcap` applies to this term as it does to the first. Set it if this term
@@ -579,9 +579,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 def euclidean_distances(x: Tensor, y: Tensor) -> Tensor:
     """Return distances [..., N, M] of x [..., N, d] and y [..., M, d].
 
-    They are computed from differences.
-
-    The gradient at distance 0 is 0.
+    They are computed from differences. The gradient at distance 0 is 0.
     """
     # ONNX has no cdist, and cdist has no forward-mode derivative.
     if is_exporting() or is_forward_mode():

@@ -64,7 +64,9 @@ def by_group(t: Tensor | None, group: tuple[int, int]) -> Tensor | None:
     Returns:
         Tensor [B|1, Hkv|1, G|1, N|1, M|1], or None.
     """
-    return None if t is None else t.unflatten(1, group if t.shape[1] > 1 else (1, 1))
+    if t is None:
+        return None
+    return t.unflatten(1, group if t.shape[1] > 1 else (1, 1))
 
 
 @dataclass
