@@ -25,7 +25,7 @@ from torch import Tensor
 from .flops import count_flops
 from .graph_torch import refuse_in_operator
 from .options import Options
-from .score import PairScore, Term, is_upcast, parse_score_key
+from .score import Numbers, PairScore, Term, is_upcast, parse_score_key
 
 #: Arguments after the tensors. SymInt, because exported programs keep lengths and widths symbolic.
 _SETTINGS = (
@@ -119,7 +119,11 @@ def collect_numbers(
     heads: list[Tensor] = []
     factors = None
     for term in score.terms:
-        numbers = term.numbers()
+        # As `term.numbers()` does, but without another call for every term of every prefill.
+        if term.statistics is None:
+            numbers = Numbers(term.row, term.column, term.head)
+        else:
+            numbers = term.statistics()
         rows += numbers.row
         columns += numbers.column
         heads += numbers.head
