@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ...readable import is_recorded, is_transformed
 from .. import blockwise, native, serialize
 from ..options import Options
-from ..score import PairScore, learns
+from ..score import PairScore, requires_backward
 from . import kernels, library
 from .kernels import norms, squared_norms
 
@@ -49,7 +49,7 @@ def resolve(score: PairScore, value: Tensor, options: Options) -> Callable:
         return partial(kernels.decode, layout)
     reason = unsupported_reason(score, value, options)
     if reason is None:
-        return partial(serialize.call, kernels.forward, score.score_key, True)
+        return partial(serialize.call_operator, kernels.forward, score.score_key, True)
     if not torch.compiler.is_compiling():  # which a line in the log would end the graph of
         log_once(reason)
     return blockwise.attend
@@ -63,7 +63,11 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> kernels.Decode
     few = query.shape[2] <= FEW and query.shape[2] < key.shape[2]
     plain = query.dtype in serialize.RAW_DTYPES and query.dtype == key.dtype == value.dtype
     on_cpu = query.device.type == key.device.type == value.device.type == "cpu"
-    if not (few and plain and on_cpu) or options.dropout_p or learns(score, value, options):
+    if (
+        not (few and plain and on_cpu)
+        or options.dropout_p
+        or requires_backward(score, value, options)
+    ):
         return None
     readable = score.is_product or any(t.reader is not None for t in score.terms)
     watched = (
@@ -96,7 +100,7 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
 @functools.cache
 def log_once(reason: str) -> None:
     """One line in the log for each reason; what could not be built has had its line there."""
-    if "is not compiled" not in reason or not native.enabled():
+    if "is not compiled" not in reason or not native.is_enabled():
         logger.warning(
             "hf_hyperattn: backend='cpu' cannot compute a call: %s; blockwise is used", reason
         )

@@ -144,7 +144,7 @@ def pack_call(
 @torch.library.custom_op("hf_hyperattn::cpu", mutates_args=(), schema=serialize.FORWARD)
 def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and, of each row, what `Call::lse` says, [2, B, H, N]; arguments as `serialize` has them."""
-    a = serialize.read(tensors, *settings)
+    a = serialize.read_arguments(tensors, *settings)
     out = a.query.new_empty(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(2, *a.query.shape[:3])
     capped = a.options.softcap is not None
@@ -168,7 +168,7 @@ def gradients(
     *settings,
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for the extras that have none."""
-    a = serialize.read(tensors, *settings)
+    a = serialize.read_arguments(tensors, *settings)
     loaded = library.require(a.score_key, a.options.softcap is not None)
     vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
     call, alive = pack_call(
@@ -181,7 +181,7 @@ def gradients(
 
 forward.register_fake(serialize.fake_output)
 gradients.register_fake(serialize.fake_gradients)
-serialize.differentiable(forward, gradients, "cpu")
+serialize.register_gradients(forward, gradients, "cpu")
 
 
 def backward(

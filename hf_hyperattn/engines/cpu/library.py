@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import native
-from ..emit_cpp import emitted, emitted_reader
+from ..emit_cpp import emit_functor, emit_reader
 from ..score import READERS, parse_score_key
 
 HERE = Path(__file__).parent
@@ -85,7 +85,7 @@ def core() -> Any:
     setting = os.environ.get(native.SETTING)
     if setting not in CORES:
         engine = CORES[setting] = (
-            native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
+            native.load_library("cpu_core", *CORE, *SHARED) if native.is_enabled() else None
         )
         if engine is not None:
             engine.hyper_padded.restype = engine.hyper_tile_keys.restype = ctypes.c_int64
@@ -124,9 +124,9 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
             after " > ", the name of the `Aggregation` of values, where there is one.
     """
     kind = score_key, capped, reader
-    if kind in TABLES and native.enabled():
+    if kind in TABLES and native.is_enabled():
         return TABLES[kind]
-    carried = native.prebuilt()
+    carried = native.load_prebuilt()
     name, at = carried.scores.get(prebuilt_name(*kind), ("", 0)) if carried is not None else ("", 0)
     engine = core() if name or refusal(score_key) is None else None
     if engine is None:
@@ -134,7 +134,7 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     library = engine
     if not name or carried is None or carried.library is not engine:
         text = text_of(score_key, capped, reader)
-        library, name, at = native.load("cpu_score", text, SCORE, *SHARED), "hyper_score", 0
+        library, name, at = native.load_library("cpu_score", text, SCORE, *SHARED), "hyper_score", 0
         if library is None:
             return None
     table = library[name]
@@ -165,7 +165,9 @@ def require(score_key: str, capped: bool) -> Loaded:
 @torch.compiler.assume_constant_result
 def refusal(score_key: str) -> str | None:
     """Why a term of a score has no C++ functor; None where all have one. A constant while a call is traced."""
-    return next((why for term, *_ in parse_score_key(score_key) if (why := emitted(term)[1])), None)
+    return next(
+        (why for term, *_ in parse_score_key(score_key) if (why := emit_functor(term)[1])), None
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -179,7 +181,7 @@ def text_of(score_key: str, capped: bool, *readers: str) -> str:
     boolean = lambda value: str(bool(value)).lower()
     pieces, tables, functors = [], [], ""
     for i, (term, gated, caps) in enumerate(parse_score_key(score_key)):
-        functors += emitted(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
+        functors += emit_functor(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
         pieces.append(
             f"hyper::Piece<hyper::Emitted{i}, {boolean(gated)}, {boolean(caps and capped)}>"
         )
@@ -190,7 +192,7 @@ def text_of(score_key: str, capped: bool, *readers: str) -> str:
             f"{part.title()}{i}": f"{average} {part}" for part in PARTS if average
         }
         functors += "".join(
-            emitted_reader(READERS[of], struct) for struct, of in structs.items() if reader
+            emit_reader(READERS[of], struct) for struct, of in structs.items() if reader
         )
         read = f"hyper::ReadBy<{index}, hyper::Reader{i}>"
         if average:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import serialize
-from ..emit_triton import traced
+from ..emit_triton import trace_score
 from ..options import Options
 from ..score import PairScore
 from . import operator
@@ -37,7 +37,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     Products are of half precision where the caller's tensors are, all else is float32. Gradients are the same from run
     to run.
     """
-    return serialize.call(
+    return serialize.call_operator(
         operator.forward, score.score_key, True, score, value, options, convert=mixed_dtypes
     )
 
@@ -85,7 +85,7 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
 @torch.compiler.assume_constant_result
 def obstacle(score_key: str, capped: bool, device: str, index: int | None) -> str | None:
     """What is in the way of this score on this device; None if nothing is. Does not change while a program runs."""
-    return obstacle_of_device(device, index) or traced(score_key, capped)[1]
+    return obstacle_of_device(device, index) or trace_score(score_key, capped)[1]
 
 
 @torch.compiler.assume_constant_result

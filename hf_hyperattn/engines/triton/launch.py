@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..emit_triton import emitted
+from ..emit_triton import emit_functions
 from ..score import repeat_heads
 from ..serialize import LEARNED, OperatorCall
 from .arithmetic import compiled
@@ -50,7 +50,10 @@ class TritonCall:
         self.column = packed(column, -1, (self.batch, self.kv_heads, self.m, 0), self.query)
         self.head = packed(a.head, 0, (0, self.heads), self.query)
         capped = a.options.softcap is not None
-        self.emitted, self.functions = emitted(a.score_key, capped), functions(a.score_key, capped)
+        self.emitted, self.functions = (
+            emit_functions(a.score_key, capped),
+            functions(a.score_key, capped),
+        )
         #: Whether squared distances are read.
         self.measures = "is_inexact" in self.functions
         #: Whether there is nothing to compute.
@@ -158,7 +161,7 @@ class TritonCall:
 @lru_cache(maxsize=256)
 def functions(score_key: str, capped: bool) -> dict[str, Callable]:
     """The Triton functions of a score by name, see `Emitted`."""
-    owner, texts = f"{score_key}{' capped' * capped}", emitted(score_key, capped).texts
+    owner, texts = f"{score_key}{' capped' * capped}", emit_functions(score_key, capped).texts
     return {name: compiled(owner, name, text) for name, text in texts.items()}
 
 

@@ -18,7 +18,7 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and sums of rows [2, B, H, N], float32; arguments as `serialize` has them."""
     from . import launch
 
-    return launch.forward(launch.TritonCall(serialize.read(tensors, *settings)))
+    return launch.forward(launch.TritonCall(serialize.read_arguments(tensors, *settings)))
 
 
 @torch.library.custom_op(
@@ -35,12 +35,12 @@ def gradients(
     """Gradients of all tensors; empty for the extras that have none, 0 for statistics and parameters that need none."""
     from . import launch
 
-    needs = serialize.read(needs_grad, *settings)  # type: ignore[arg-type]  # the same places
+    needs = serialize.read_arguments(needs_grad, *settings)  # type: ignore[arg-type]  # the same places
     return launch.backward(
-        launch.TritonCall(serialize.read(tensors, *settings)), grad, out, lse, needs
+        launch.TritonCall(serialize.read_arguments(tensors, *settings)), grad, out, lse, needs
     )
 
 
 forward.register_fake(serialize.fake_output)
 gradients.register_fake(serialize.fake_gradients)
-serialize.differentiable(forward, gradients, "triton")
+serialize.register_gradients(forward, gradients, "triton")
