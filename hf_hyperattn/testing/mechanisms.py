@@ -102,8 +102,7 @@ OUTPUT_PROJECTIONS = {
     "llama": "model.layers.0.self_attn.o_proj",
     "bert": "bert.encoder.layer.0.attention.output.dense",
 }
-#: One mechanism of each kind. The contract `composition` patches each of them together with the
-#: checked mechanism.
+#: One mechanism of each kind. The contract `composition` combines each with the mechanism.
 COMPANIONS = ("cone", "hype", "hsa", "head_fusion", "talking_heads")
 
 #: Tensors by name, such as an output or the gradients of parameters.

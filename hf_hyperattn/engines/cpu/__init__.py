@@ -83,8 +83,7 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> kernels.Decode
     if not (few and plain and on_cpu) or options.dropout_p or learns(score, value, options):
         return None
     readable = score.is_product or any(t.reader is not None for t in score.terms)
-    # The kernel is called without an operator, so dispatch modes such as FLOP counters would miss
-    # it.
+    # The kernel is called without an operator, which FLOP counters and other modes would miss.
     watched = _get_current_dispatch_mode() or is_transformed()
     return kernels.plan_decoding(score, options) if readable and not watched else None
 

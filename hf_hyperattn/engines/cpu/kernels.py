@@ -31,8 +31,7 @@ from . import library
 # its weights, so nothing of ours is left in the caches of the CPU, and the time of a step depends
 # on how little code runs before the kernel.
 
-#: `struct Call` of call.h. The addresses and strides of vectors, masks and biases are packed
-#: inside.
+#: `struct Call` of call.h. Vectors, masks and biases are packed in place: address, strides.
 CALL = struct.Struct("P7q P3q P3q P3q q 5P P4q P4q 5q P 2f 2I f 2P")
 #: `struct Slots` of backward.h.
 SLOTS = struct.Struct("2P q 5P 3P q 2P")
@@ -45,8 +44,7 @@ NORMS = struct.Struct("P3q 8q 3P")
 #: `Call::half` for bfloat16 vectors whose gradients are wanted in float32, `kWhole` of call.h.
 WHOLE = 2
 
-#: Tasks per thread of a backward pass, at least, if there are fewer heads than threads can share
-#: evenly.
+#: Tasks per thread of a backward pass, at least, if threads cannot share the heads evenly.
 TASKS = 4
 #: With at most this many numbers, plain torch computes the norms of rows as fast as the kernel.
 SMALL = 4096
@@ -82,8 +80,7 @@ def pack_call(
     query, key, value = vectors
     batch, heads, n, _ = query.shape
     kv_heads, m = key.shape[1:3]
-    # The structure holds only addresses. A tensor or array that is made on the way would be freed
-    # too early.
+    # The structure holds only addresses. Tensors made on the way would be freed too early.
     alive: list = []
     matrices = _address_vectors(vectors, alive)
     half = 0
@@ -143,7 +140,7 @@ def _address_vectors(vectors: tuple[Tensor, Tensor, Tensor], alive: list) -> lis
     matrices: list[int] = []
     dtype = vectors[2].dtype
     for t in vectors:
-        # float32 tensors next to bfloat16 values hold bfloat16 numbers, so this loses nothing
+        # float32 next to bfloat16 values holds bfloat16 numbers: nothing is lost
         # (`serialize.upcast`).
         if t.dtype != dtype:
             t = t.to(dtype)
@@ -327,8 +324,8 @@ def _allocate_sums(
 
 def differentiate_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Return the gradient of each row by its head's sink, [B, H, N]."""
-    # A row whose only key is a sink of -inf has a maximum of -inf. Its weight is 0, but -inf - -inf
-    # would be NaN.
+    # A row whose only key is a sink of -inf has a maximum of -inf. Its weight is 0; -inf - -inf is
+    # NaN.
     top = lse[0].masked_fill(lse[0] == float("-inf"), float("inf"))
     return -torch.exp(sinks[:, None] - top) * lse[1] * delta
 
@@ -378,8 +375,7 @@ def count_chunks(heads: int, blocks: int) -> int:
         blocks: Largest number of chunks.
     """
     threads = torch.get_num_threads()
-    # Without chunks there is nothing to add up, so keys are split only if threads would wait for
-    # each other.
+    # Without chunks there is nothing to add up, so keys are split only if threads would wait.
     if threads == 1 or heads % threads == 0 or heads >= TASKS * threads:
         return 1
     return max(1, min(blocks, -(-TASKS * threads // heads)))
@@ -414,8 +410,8 @@ def plan_decoding(score: PairScore, options: Options) -> DecodeLayout | None:
             return None
         name += f" > {options.aggregation.name}"
     # The kernel reads for one term. The statistics of another term would have to be made of all
-    # keys in each step, and distances are only computed from differences where their statistics are
-    # read.
+    # keys in each step, and it takes distances from differences only for the term that it reads
+    # for.
     unread = [t for i, t in enumerate(terms) if i != reader]
     if any(t.statistics is not None or isinstance(t.term, DistanceTerm) for t in unread):
         return None
@@ -588,8 +584,7 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
     if not recorded and _get_current_dispatch_mode() is None and forward_ad._current_level < 0:
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
-        # `raw` first: while tracing, no question about lengths may be asked, because it would
-        # become a guard.
+        # `raw` first: while tracing, a question about lengths would become a guard.
         raw = (
             direct is not None
             and dtype == torch.float32

@@ -234,8 +234,7 @@ def write_source(score_key: str, capped: bool, *readers: str) -> str:
         tables.append(table)
     return TEXT.format(
         score_key=score_key,
-        # Relative to the package, so the source (and with it the name of the library) is the same
-        # everywhere.
+        # Relative to the package: the source, which names the library, is the same everywhere.
         header=SCORE.relative_to(native.PACKAGE).as_posix(),
         functors="".join(functors),
         pieces=", ".join(pieces),

@@ -114,8 +114,7 @@ def _list_shapes(rules: Sequence[int], queries: int, keys: int) -> tuple[tuple[i
     for i in range(0, len(rules), width):
         rule = HeadRule(*rules[i : i + width])
         if rule.page:
-            # One chunk more for each end: the first query may stand anywhere in its chunk, which
-            # depends on the padding.
+            # One chunk more at each end: padding decides where in its chunk the first query stands.
             shapes.append((queries // rule.chunk + 2, min(rule.top, keys // rule.page)))
         else:
             shapes.append((0, 0))
@@ -316,8 +315,7 @@ def gradients(
         sinks=sinks,
         bias=bias,
     )
-    # Each part of the queries sums gradients of keys and values by itself. The parts are added in a
-    # fixed order.
+    # Each part of the queries has its own sums for keys and values, added in a fixed order.
     parts = count_chunks(key.shape[0] * key.shape[1], -(-query.shape[2] // LEAST_PART))
     d_query = grad.new_empty(query.shape)
     padded = [core.hyper_padded(ctypes.c_int64(t.shape[-1])) for t in (key, value)]
@@ -411,8 +409,7 @@ def compute_choice(
     tensors = [_make_rows_dense(t) for t in (query, key, key)]
     shape = _choice_shape(query, key.shape[2], rules, earlier)
     chosen = query.new_empty(shape, dtype=torch.int32) if kept is None else kept.clone()
-    # A choice uses neither values, nor the scale, nor the outputs: keys and an empty tensor stand
-    # in for them.
+    # A choice uses neither values, nor the scale, nor the outputs: others stand in for them.
     out = query.new_empty(0, dtype=torch.float32)
     call, alive = pack_selected(
         tensors, chosen, rules, spans, offset, 1.0, out, out, earlier, window=window

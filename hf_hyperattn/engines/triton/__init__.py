@@ -136,8 +136,7 @@ def supports(score: PairScore, value: Tensor, options: Options) -> bool:
 
     If the tensors are on a GPU and the engine cannot compute the call, one log line says why.
     """
-    # Only on a GPU: the interpreter could compute calls on a CPU, but takes far longer than the
-    # other engines.
+    # Only on a GPU: on a CPU the interpreter is far slower than the other engines.
     if value.device.type != "cuda":
         return False
     reason = unsupported_reason(score, value, options)

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# log 2 in two parts (Cody and Waite). The first has few digits, so its product with a number of up
-# to 15 bits is exact.
+# log 2 in two parts (Cody and Waite). The first is short: its product with up to 15 bits is exact.
 LN2_SHORT = tl.constexpr(0.693359375)
 LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 
@@ -41,8 +40,7 @@ def exp(x):
         150.0,
         propagate_nan=tl.PropagateNan.ALL,
     )
-    # x = n log 2 + rest. A plain 2^(x log2 e) would spend digits of the exponent on its integer
-    # part n.
+    # x = n log 2 + rest. In a plain 2^(x log2 e), the integer part n takes digits from the rest.
     n = tl.floor(x * LOG2E + 0.5)
     rest = (x - n * LN2_SHORT) - n * LN2_REST
     # 2^n in two factors: by itself it overflows or underflows earlier than e^x does.
@@ -63,8 +61,7 @@ def tanh(x):
 @triton.jit
 def expm1(x):
     """Return e^x - 1."""
-    # e^x - 1 = 2 t / (1 - t) with t = tanh(x / 2): near 0, unlike the difference, it keeps all
-    # digits.
+    # e^x - 1 = 2 t / (1 - t) with t = tanh(x / 2): near 0 it keeps the digits that e^x - 1 loses.
     half = tanh(0.5 * x)
     return tl.where(tl.abs(x) < 1, 2 * half / (1 - half), exp(x) - 1)
 
@@ -85,8 +82,7 @@ def log1p(x):
 def sinh(x):
     """Return sinh(x)."""
     y = x * x
-    # For |x| <= 1, where e^x - e^-x would lose digits: an odd minimax polynomial with an error
-    # below 9e-8.
+    # For |x| <= 1, where e^x - e^-x would lose digits: an odd minimax polynomial, error below 9e-8.
     near = x * (1 + y * (0.166666753966 + y * (0.00833176273368 + y * 0.00020258884903)))
     e = exp(tl.abs(x))
     far = 0.5 * (e - 1 / e)

@@ -42,16 +42,14 @@ from .tile import (
 # slopes; without rounding this changes nothing. For the statistics of keys, the second kernel
 # subtracts the residue from d_s itself, through `delta`.
 #
-# Tiles of the query kernel (BM queries, BN keys; BD and BDV are D and DV rounded up to a power of
-# two):
+# Tiles of the query kernel (BM queries, BN keys; BD and BDV are D and DV padded):
 #   q [BM, BD], k [BD, BN], grad [BM, BDV], v [BDV, BN]     in the dtype of the caller's tensors
 #   s, p, d_p, d_s, d_dot   [BM, BN]    float32: logits (nats) and weights; gradients of weights,
 #                                       logits and products
 #   lse, delta              [BM, 1]     float32: log-sum-exp (bits with FUSED, else nats); sum of
 #                                       GRAD * OUT
 #   d_q                     [BM, BD]    float32, sum over keys
-# Tiles of the key kernel: keys lie along the first axis, because the products that follow sum over
-# queries:
+# Tiles of the key kernel: keys lie along the first axis, since its products sum over queries:
 #   k [BN, BD], v [BN, BDV], q [BD, BM], grad [BDV, BM]     in the dtype of the caller's tensors
 #   s, p, d_p, d_dot        [BN, BM]    float32
 #   d_k [BN, BD], d_v [BN, BDV]         float32, sums over queries
@@ -290,8 +288,7 @@ def attention_backward_query(
     store_doubt(DOUBT, doubt, CAREFUL)
     own = first + tl.arange(0, BM)
     if SINKS is not None:
-        # A sink is a pair of its row. Its value is 0, so d_p is 0 and its d_s is -weight * delta;
-        # its slopes are 0.
+        # A sink is a pair of its row with a value and slopes of 0: its d_s is -weight * delta.
         sink = compute_weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
         if share is not None:
             sink *= share
@@ -307,20 +304,20 @@ def attention_backward_query(
     store_vectors(
         D_Q,
         D_ROW,
-        d_q,
-        q,
-        d_rows,
-        scale,
-        factor_q,
-        first,
-        n,
-        bh * n,
-        D_ROWS,
-        D_FACTORS,
-        W,
-        D,
-        BM,
-        BD,
+        d_x=d_q,
+        x=q,
+        by_number=d_rows,
+        scale=scale,
+        factor=factor_q,
+        start=first,
+        lines=n,
+        place=bh * n,
+        COUNT=D_ROWS,
+        D_FACTORS=D_FACTORS,
+        W=W,
+        D=D,
+        B=BM,
+        BD=BD,
     )
 
 
@@ -338,8 +335,7 @@ def find_queries_in_reach(
     """
     low, high, clean = 0, n, 0
     if CAUSAL:
-        # Query i sees key j if j <= i + offset. Queries from the last key on see all keys of the
-        # block.
+        # Query i sees key j if j <= i + offset. From the last key on, queries see the whole block.
         low = tl.maximum(first - offset, 0) // BM * BM
         clean = tl.cdiv(tl.maximum(last - offset, 0), BM) * BM
     if WINDOWED:
@@ -501,8 +497,7 @@ def attention_backward_key(
                 if not FUSED:
                     p *= row[ROWS + FACTORS + 2]
                 d_p, dropped = multiply_tiles(v, grad), p
-                # Values met the weights after dropout, and logits the gradient of the weights
-                # before it.
+                # d_v needs the weights after dropout, d_s the weights before it.
                 if SEED is not None:
                     factor = draw_dropout(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
                     d_p, dropped = d_p * factor, p * factor
@@ -523,21 +518,37 @@ def attention_backward_key(
     store_vectors(
         D_K,
         D_COLUMN,
-        d_k,
-        k,
-        d_columns,
-        scale,
-        factor_k,
-        block * BN,
-        m,
-        bh * m,
-        D_COLUMNS,
-        D_FACTORS,
-        W,
-        D,
-        BN,
-        BD,
+        d_x=d_k,
+        x=k,
+        by_number=d_columns,
+        scale=scale,
+        factor=factor_k,
+        start=block * BN,
+        lines=m,
+        place=bh * m,
+        COUNT=D_COLUMNS,
+        D_FACTORS=D_FACTORS,
+        W=W,
+        D=D,
+        B=BN,
+        BD=BD,
     )
+    # Values have no statistics, scale or factors.
     store_vectors(
-        D_V, D_COLUMN, d_v, v, (), None, None, block * BN, m, bh * m, 0, 0, DV, DV, BN, BDV
+        D_V,
+        D_COLUMN,
+        d_x=d_v,
+        x=v,
+        by_number=(),
+        scale=None,
+        factor=None,
+        start=block * BN,
+        lines=m,
+        place=bh * m,
+        COUNT=0,
+        D_FACTORS=0,
+        W=DV,
+        D=DV,
+        B=BN,
+        BD=BDV,
     )

@@ -24,8 +24,7 @@ from .tile import INTERPRETED
 # warps: several such programs run on a multiprocessor and hide each other's waits. They were the
 # fastest of those tried on an H100 with an umbral score and heads of 64; wider heads were not
 # measured. The others are for chips with less shared memory (the smallest needs at most 99 KiB) and
-# for long scores. tests/engines/test_triton_compiled.py checks them against the limits of real
-# chips.
+# for long scores. tests/engines/test_triton_compiled.py checks them for real chips.
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class Config:
     stages: int
 
 
-#: By kernel and padded width, for numbers of 2 bytes. For float32 the sizes of twice the width are
-#: taken.
+#: By kernel and padded width, for numbers of 2 bytes. float32 takes the sizes of twice its width.
 CONFIGS = {
     "forward": {
         64: (Config(64, 64, 4, 2), Config(64, 32, 4, 2)),

@@ -97,33 +97,23 @@ def locate_rows(number, n, heads, GROUP: tl.constexpr, PACKED: tl.constexpr, BM:
         first, last: First and last query of the program.
     """
     blocks = tl.cdiv(n * GROUP if PACKED else n, BM)
-    # Backwards: causal rows with the most keys start first, so no long program is left over at the
-    # end.
+    # Backwards: causal rows with the most keys start first, so no long program ends last.
     block = blocks - 1 - number % blocks
     number = number // blocks
     line = block * BM + tl.arange(0, BM)[:, None]
     if PACKED:
         b, kv = number // (heads // GROUP), number % (heads // GROUP)
-        return (
-            b,
-            kv,
-            kv * GROUP + tl.minimum(line // n, GROUP - 1),
-            line % n,
-            line < n * GROUP,
-            0,
-            n - 1,
-        )
+        h = kv * GROUP + tl.minimum(line // n, GROUP - 1)
+        i = line % n
+        inside = line < n * GROUP
+        return b, kv, h, i, inside, 0, n - 1
     else:
         b, h = number // heads, number % heads
-        return (
-            b,
-            h // GROUP,
-            h,
-            tl.minimum(line, n - 1),
-            line < n,
-            block * BM,
-            tl.minimum(block * BM + BM, n) - 1,
-        )
+        kv = h // GROUP
+        i = tl.minimum(line, n - 1)
+        inside = line < n
+        first = block * BM
+        return b, kv, h, i, inside, first, tl.minimum(first + BM, n) - 1
 
 
 @triton.jit
@@ -307,16 +297,14 @@ def attention_forward(
     )
     if PARTS > 1:
         low, high, clean = take_part(low, high, clean, part, PARTS, BN)
-    # Two copies of the loop: tiles in which every pair is visible need no mask, the others (EDGE)
-    # do.
+    # Two copies of the loop: tiles in which every pair is visible, then tiles to mask (EDGE).
     for EDGE in tl.static_range(2):
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
             # Load: keys and their statistics.
             line = start + tl.arange(0, BN)[None, :]
             j = line if EDGE == 0 else tl.minimum(line, m - 1)
             k = load_vectors(keys, line, width[:, None], m, D, D < BD, EDGE == 0)
-            # PACKED rows of several heads read different statistics of a key, unless these are
-            # shared.
+            # PACKED rows of several heads read different statistics, unless these are shared.
             if SHARED or not PACKED:
                 column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             else:

@@ -26,8 +26,7 @@ from .tile import INTERPRETED
 if INTERPRETED.value:
     from . import interpreter  # noqa: F401  # repairs Triton's interpreter
 
-#: Largest number of rows that share a key head in one program. With no more rows, keys are split
-#: (decoding).
+#: Largest number of rows that share a key head in one program; then keys are split (decoding).
 FEW = 64
 #: Smallest number of keys of a part.
 PART = 256
@@ -72,8 +71,7 @@ class TritonCall:
         added = self.bias is not None or (self.mask is not None and self.mask.dtype != torch.bool)
         self.fused = not added and not INTERPRETED.value
 
-        #: Tile sizes depend on the padded width of the wider vectors, on the bytes of a number, and
-        #: on the narrower width.
+        # Tile sizes depend on both padded widths, and on the bytes of a number.
         widths = pad_width(self.d), pad_width(self.dv)
         item = max(self.query.element_size(), self.value.element_size())
         self.size = max(widths), item
@@ -87,8 +85,7 @@ class TritonCall:
         if self.factored:
             row = [*row, given.extras["query_factor"]]
             column = [*column, given.extras["key_factor"]]
-        # One tensor holds all statistics of keys. If one of them has a value per query head, all
-        # get one.
+        # One tensor holds all statistics of keys. If one has a value per query head, all get one.
         if any(t.shape[1] != self.kv_heads for t in column):
             column = [repeat_heads(t, self.heads) for t in column]
         self.row = stack_numbers(row, -1, (self.batch, self.heads, self.n, 0), self.query)
@@ -311,7 +308,8 @@ def forward_in_parts(
     rows = 16 if lines <= 16 else 32
     blocks = call.batch * call.kv_heads * int(triton.cdiv(lines, rows))
     parts = count_parts(call.m, blocks, out.device)
-    part_out, part_top, part_sum = out, lse, None
+    part_out, part_top = out, lse
+    part_sum: Tensor | None = None
     if parts > 1:
         part_out = out.new_empty(parts, *out.shape)
         part_top = lse.new_empty(parts, *lse[0].shape)
@@ -419,8 +417,7 @@ def backward(
         run_backward_kernels(call, gradients, grad, out, lse)
 
     given = call.operator_call
-    # Summed in float64: the gradient of a parameter is a sum over all rows, in which most terms
-    # cancel.
+    # Summed in float64: the gradient of a parameter sums over all rows, and most terms cancel.
     d_head = gradients.head.sum((1, 3), dtype=torch.float64).float().mT
     return [
         gradients.query,

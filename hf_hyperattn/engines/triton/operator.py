@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .. import serialize
 
-# `launch` is imported by the first call: Triton may not be installed, and importing it takes half a
-# second.
+# `launch` is imported by the first call: Triton may be missing, and its import takes half a second.
 
 
 @torch.library.custom_op("hf_hyperattn::triton", mutates_args=(), schema=serialize.FORWARD)

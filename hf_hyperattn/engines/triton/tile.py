@@ -4,8 +4,8 @@ The kernels in forward.py and backward.py loop over tiles and call these functio
 what happens inside one tile, whichever way it lies.
 """
 
-# These functions are in Triton's language. Python's types do not cover its unrolled loops, growing
-# tuples and `tl.split`.
+# These functions are in Triton's language. Python has no types for its loops, tuples and
+# `tl.split`.
 # mypy: disable-error-code="assignment"
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false
@@ -37,11 +37,9 @@ from .arithmetic import LOG2E
 # key, so statistics are always real numbers. From a filler such as 0 a score could make NaN, and a
 # weight of 0 does not remove a NaN.
 
-#: Triton's interpreter multiplies the bit patterns of bfloat16 numbers, so it multiplies in float32
-#: instead.
+#: Triton's interpreter multiplies the bit patterns of bfloat16; it gets float32 instead.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-#: Rounds of Philox; seven pass all tests of randomness (Salmon et al., Parallel random numbers,
-#: 2011).
+#: Rounds of Philox; 7 pass all tests of randomness (Salmon et al., Parallel random numbers, 2011).
 ROUNDS = tl.constexpr(7)
 
 
@@ -147,8 +145,7 @@ def load_records(start, line, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.con
     else:
         place = tl.arange(0, PACK)[None, :]
         pointers = start + tl.trans(line).to(tl.int64) * COUNT + place
-        # Each split lists the even columns of all tiles first, so the last one leaves all columns
-        # in their order.
+        # Each split lists the even columns of all tiles first, so the columns end in their order.
         parts = split_columns(
             (tl.load(pointers, mask=(place < COUNT) & (tl.trans(line) >= 0), other=0.0),), N, PACK
         )
@@ -306,7 +303,7 @@ def compute_logits(
         square = DISTANCE(dot, row, column, head)
     if INEXACT is not None:
         # INEXACT allows for an error of 4 units in the last place; the product leaves SLACK times
-        # as much.
+        # that.
         inexact = INEXACT(square * (1 / SLACK), row, column, head) & valid
         if CAREFUL:
             by_query, by_key = POINTS(row, column, head)
