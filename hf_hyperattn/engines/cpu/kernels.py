@@ -256,7 +256,7 @@ def compute_gradients(
     in_place = query.dtype == torch.float32 and chunks == 1 and padded == query.shape[-1]
     sums = query.zero_() if in_place else lse.new_zeros(chunks, batch, heads, n, padded)
     row, column, head = _allocate_sums(a, chunks, lse)
-    factors = {
+    factors: dict[str, Tensor] = {
         name: lse.new_empty(a.extras[name].shape)
         for name in ("query_factor", "key_factor")
         if name in a.extras

@@ -188,7 +188,7 @@ def pack_selected(
     arrays = layout.rules, library.longs(spans[:batch]), library.longs(spans[batch:])
     rules_at, starts, stops = map(ctypes.addressof, arrays)
     sinks = None if sinks is None else sinks.float().contiguous()
-    bias_fields = (0, 0, 0, 0)
+    bias_fields: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
         bias = _make_rows_dense(bias.float())
         bias_fields = (bias.data_ptr(), *bias.stride())

@@ -437,7 +437,7 @@ def run_backward_kernels(
 
     The other arguments are as in `backward`.
     """
-    shape, key_shape = gradients.row.shape[:3], gradients.column.shape[:3]
+    shape, key_shape = (call.batch, call.heads, call.n), (call.batch, call.heads, call.m)
     # A record holds what the key kernel reads of a row: its statistics, its factor, and 2 or 3
     # numbers that the query kernel appends.
     width = call.row.shape[-1]
