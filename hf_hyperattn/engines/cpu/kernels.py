@@ -603,7 +603,8 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
             continue
         x = x if x.stride(-1) == 1 else x.contiguous()
         out = x.new_empty(x.shape[:3], dtype=torch.float32)
-        direct.hyper_norms(pack_norms(x, width, False, out))
+        # `raw` is False without the engine.
+        direct.hyper_norms(pack_norms(x, width, False, out))  # type: ignore[union-attr]
         squares.append(out)
     return squares
 
