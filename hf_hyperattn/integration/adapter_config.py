@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
 from .attach import cut_to_depth
-from .checkpoint_config import patched_hosts, record_of, recorded_hosts, saved_name, tree
+from .checkpoint_config import make_record, patched_hosts, recorded_hosts, saved_name, tree
 from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
 from .hyper_adapter import base_hyper, hyper_adapters
@@ -129,7 +129,7 @@ def describe_adapters(model: PreTrainedModel) -> dict[str, HyperAttnConfig]:
     for host, _, adapter in hyper_adapters(model):
         for name, hyper in adapter.lora_hyper.items():
             hypers.setdefault(name, {})[host] = hyper
-    records = {name: record_of(of_adapter) for name, of_adapter in hypers.items()}
+    records = {name: make_record(of_adapter) for name, of_adapter in hypers.items()}
     return {
         name: HyperAttnConfig.from_dict(record)
         for name, record in records.items()
@@ -182,9 +182,9 @@ def base_difference(
     config, prefix = HyperAttnConfig.from_dict(record), getattr(model, "base_model_prefix", "")
     config = cut_to_depth(config, model) or config
     if here and recorded_hosts(getattr(model, "config", None)) is not None:
-        if in_short(HyperAttnConfig.from_dict(here["hyperattn"]), prefix) == in_short(
-            config, prefix
-        ):
+        if normalize_record(
+            HyperAttnConfig.from_dict(here["hyperattn"]), prefix
+        ) == normalize_record(config, prefix):
             return None
     mechanisms = " and ".join(m.mechanism for m in config.mechanisms)
     return (
@@ -193,7 +193,7 @@ def base_difference(
     )
 
 
-def in_short(config: HyperAttnConfig, prefix: str) -> dict:
+def normalize_record(config: HyperAttnConfig, prefix: str) -> dict:
     """A record such that two of one patch are equal, whether or not the model had a head."""
     record = config.to_dict()
     hosts = [host.removeprefix(prefix + ".") for host in config.hosts or ()]
@@ -207,7 +207,7 @@ def in_short(config: HyperAttnConfig, prefix: str) -> dict:
 
 
 @wrap("from_json_file", PeftConfigMixin)
-def _read(original, cls, path_json_file, **kwargs):
+def _read_adapter_config(original, cls, path_json_file, **kwargs):
     if Path(path_json_file).exists():
         read_json(Path(path_json_file))  # one line where it is damaged
     data, folder = original(cls, path_json_file, **kwargs), Path(path_json_file).parent
@@ -222,7 +222,7 @@ def _read(original, cls, path_json_file, **kwargs):
 
 
 @wrap("from_peft_type", PeftConfigMixin)
-def _make(original, cls, **kwargs):
+def _make_adapter_config(original, cls, **kwargs):
     saved = kwargs.pop(SAVED_BASE, None)
     config = original(cls, **kwargs)
     if saved is not None:
@@ -231,7 +231,7 @@ def _make(original, cls, **kwargs):
 
 
 @wrap("save_pretrained", PeftConfigMixin)
-def _write(original, self, save_directory, **kwargs):
+def _write_adapter_config(original, self, save_directory, **kwargs):
     original(self, save_directory, **kwargs)
     hyperattn = getattr(self, "hyperattn", None)
     if isinstance(hyperattn, HyperAttnConfig):  # the adapter patches its base itself

@@ -29,7 +29,13 @@ from peft.utils import ModulesToSaveWrapper, load_peft_weights
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
-from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers, in_short
+from .adapter_config import (
+    SAVED_BASE,
+    base_difference,
+    holds_hyper,
+    hyper_wrappers,
+    normalize_record,
+)
 from .attach import beyond_depth, cut_to_depth
 from .checkpoint_config import patched_hosts
 from .hyper import Hyper
@@ -79,13 +85,13 @@ def check_place(model: nn.Module, config) -> None:
 
 
 @wrap("inject_adapter", BaseTuner)
-def _inject(original, self, model, adapter_name, *args, **kwargs):
+def _inject_adapter(original, self, model, adapter_name, *args, **kwargs):
     check_place(model, self.peft_config[adapter_name])
     return original(self, model, adapter_name, *args, **kwargs)
 
 
 @wrap("add_adapter", PeftModel)
-def _add(original, self, adapter_name, peft_config, *args, **kwargs):
+def _add_adapter(original, self, adapter_name, peft_config, *args, **kwargs):
     if peft_config.is_prompt_learning:  # nothing is injected
         check_place(self.base_model, peft_config)
     return original(self, adapter_name, peft_config, *args, **kwargs)
@@ -95,18 +101,20 @@ def _add(original, self, adapter_name, peft_config, *args, **kwargs):
 
 
 @wrap("load_adapter", PeftModel)
-def _load(original, self, *args, **kwargs):
+def _load_adapter(original, self, *args, **kwargs):
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     name = arguments["adapter_name"]
-    with lost_keys_named():
+    with explain_lost_keys():
         result = original(self, *args, **kwargs)
-    check_tensors([*missing_of(name, result), *within_depth(self, result.unexpected_keys)])
+    check_tensors(
+        [*find_missing(name, result), *drop_names_beyond_depth(self, result.unexpected_keys)]
+    )
     warn_of_other_patch(self, name, arguments["model_id"], arguments.get("kwargs", {}))
     return result
 
 
 @contextmanager
-def lost_keys_named() -> Iterator[None]:
+def explain_lost_keys() -> Iterator[None]:
     """Raise as `check_tensors` does where PEFT's KeyError is of an added parameter."""
     try:
         yield
@@ -115,7 +123,7 @@ def lost_keys_named() -> Iterator[None]:
         raise
 
 
-def missing_of(name: str, result) -> list[str]:
+def find_missing(name: str, result) -> list[str]:
     """The added parameters that an adapter's file lacks: PEFT lists every name that `name` is a part of, also those of
     other adapters.
     """
@@ -138,7 +146,7 @@ def warn_of_other_patch(model: PeftModel, name: str, where: str, options: dict[s
     cut = [
         cut_to_depth(each.hyperattn, base, warn=False) or each.hyperattn for each in (config, read)
     ]
-    there, saved = (in_short(each, getattr(base, "base_model_prefix", "")) for each in cut)
+    there, saved = (normalize_record(each, getattr(base, "base_model_prefix", "")) for each in cut)
     differ = [key for key in there if there[key] != saved[key]]
     if differ:
         logger.warning(
@@ -157,22 +165,26 @@ def _load_natively(original, self, *args, **kwargs):
     # before 5.18 it makes the modules and reads nothing into them; it never reads DoRA's vectors
     before = Version(transformers.__version__) < Version("5.18")
     if (before and (ours or holds_hyper(config))) or (ours and config.use_dora):
-        with lost_keys_named():
+        with explain_lost_keys():
             read = set_peft_model_state_dict(self, adapter_weights(arguments), name)
         if before:  # its report names what has been read only now
             result.missing_keys &= {*read.missing_keys}
             result.unexpected_keys &= {*read.unexpected_keys}
-            check_tensors([*missing_of(name, read), *within_depth(self, read.unexpected_keys)])
+            check_tensors(
+                [*find_missing(name, read), *drop_names_beyond_depth(self, read.unexpected_keys)]
+            )
     if before:
         return result
     if ours:
         for keys in (result.missing_keys, result.unexpected_keys):
             keys -= {key for key in keys if ".lora_magnitude_vector." in key}
-    check_tensors([*missing_of(name, result), *within_depth(self, result.unexpected_keys)])
+    check_tensors(
+        [*find_missing(name, result), *drop_names_beyond_depth(self, result.unexpected_keys)]
+    )
     return result
 
 
-def within_depth(model: nn.Module, names: Iterable[str]) -> list[str]:
+def drop_names_beyond_depth(model: nn.Module, names: Iterable[str]) -> list[str]:
     """The names of tensors without those of layers that the model lacks, which PEFT leaves out."""
     left_out = set(beyond_depth(names, model))
     return [name for name in names if name not in left_out]
@@ -209,7 +221,7 @@ def adapter_weights(arguments: dict[str, Any]) -> dict:
 
 
 @wrap("set_adapter", ModulesToSaveWrapper)
-def _set(original, self, adapter_names, *args, **kwargs):
+def _set_adapter(original, self, adapter_names, *args, **kwargs):
     if isinstance(self.original_module, Hyper):
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         adapter_names = [
@@ -227,7 +239,7 @@ def _check_set(original, self, adapter_name):
 
 
 @wrap("enable_adapters", PeftAdapterMixin)
-def _enable(original, self, *args, **kwargs):
+def _enable_adapters(original, self, *args, **kwargs):
     result = original(self, *args, **kwargs)
     for _, wrapper in hyper_wrappers(self):
         wrapper.enable_adapters(True)
@@ -236,7 +248,7 @@ def _enable(original, self, *args, **kwargs):
 
 @wrap("disable_adapter", PeftModel)
 @contextmanager
-def _disable(original, self, *args, **kwargs) -> Iterator[None]:
+def _disable_adapter(original, self, *args, **kwargs) -> Iterator[None]:
     """PEFT leaves the modules of `modules_to_save` on where the adapter is a prompt."""
     wrappers = [wrapper for _, wrapper in hyper_wrappers(self)] if self._is_prompt_learning else []
     trained = [p for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad]
@@ -268,20 +280,20 @@ def _check_rows(original, self, *args, **kwargs):
 
 @wrap("merge_and_unload", BaseTuner)
 def _merge_and_unload(original, self, progressbar=False, safe_merge=False, adapter_names=None):
-    with plain_hyper(self, adapter_names or self.active_adapters, safe_merge):
+    with unwrapped_hyper(self, adapter_names or self.active_adapters, safe_merge):
         return original(
             self, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
         )
 
 
 @wrap("unload", BaseTuner)
-def _unload(original, self):
-    with plain_hyper(self, []):
+def _unload_adapters(original, self):
+    with unwrapped_hyper(self, []):
         return original(self)
 
 
 @contextmanager
-def plain_hyper(tuner: BaseTuner, names: list[str], check: bool = False) -> Iterator[None]:
+def unwrapped_hyper(tuner: BaseTuner, names: list[str], check: bool = False) -> Iterator[None]:
     """Put in place of every wrapper the `hyper` that is kept; if unloading then fails, the wrappers come back.
 
     Args:
@@ -313,7 +325,7 @@ def plain_hyper(tuner: BaseTuner, names: list[str], check: bool = False) -> Iter
 
 
 @wrap("merge_adapter", BaseTuner)
-def _merge(original, self, adapter_names: Any = None, *args, **kwargs):
+def _merge_adapter(original, self, adapter_names: Any = None, *args, **kwargs):
     for _, wrapper in hyper_wrappers(self.model) if adapter_names else ():
         merged = [name for name in adapter_names if name in wrapper.modules_to_save]
         if merged != [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]:
@@ -343,7 +355,7 @@ def _add_weighted(original, self, adapters, *args, **kwargs):
 
 
 @wrap("rescale_adapter_scale", peft.helpers)
-def _rescale(original, model, multiplier):
+def _rescale_adapter(original, model, multiplier):
     paths = [f"{host}.hyper" for host, _, _ in hyper_adapters(model)] + [
         path for path, _ in hyper_wrappers(model)
     ]
@@ -365,7 +377,7 @@ def _convert_to_lora(original, self, output_state_dict, *args, **kwargs):
 
 
 @wrap("hotswap_adapter_from_state_dict", peft.utils.hotswap)
-def _hotswap(original, model, state_dict, adapter_name, *args, **kwargs):
+def _hotswap_adapter(original, model, state_dict, adapter_name, *args, **kwargs):
     refuse_hyper(model, [adapter_name], "hot-swapping")
     there = {key: tensor for key, tensor in model.state_dict().items() if ".lora_hyper." in key}
     new = {key: tensor for key, tensor in state_dict.items() if "hyper" in key.split(".")}

@@ -62,7 +62,9 @@ def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
     return hosts
 
 
-def repatch(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool = False) -> None:
+def patch_from_record(
+    model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool = False
+) -> None:
     """Patch a model as its config says, before its weights are loaded.
 
     Hosts of layers that the model lacks are left out with a warning, as Transformers leaves out their weights.
@@ -80,7 +82,7 @@ def repatch(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool 
     selected = [pair for name, pair in hosts.items() if name in names]
     check_combination(config, selected)
     config = resolve_overrides(config, selected, model)
-    attach(model, config, selected, newly_routed, weights_come_later=True)
+    attach_hypers(model, config, selected, newly_routed, weights_come_later=True)
 
 
 def resolve_stock(model: PreTrainedModel) -> None:
@@ -275,7 +277,7 @@ def check_ranks(model: PreTrainedModel, selected: list[Selected]) -> None:
             )
 
 
-def attach(
+def attach_hypers(
     base: PreTrainedModel,
     config: HyperAttnConfig,
     selected: list[Selected],
@@ -288,7 +290,7 @@ def attach(
         weights_come_later: The model is being built to be loaded: tensors that its checkpoint lacks are initialised
             then. Without it, the added parameters have their starting values now, and keep what they learn.
     """
-    hypers = build(base, config, selected, newly_routed)
+    hypers = build_hypers(base, config, selected, newly_routed)
     if not weights_come_later:
         for hyper in hypers:
             mark_initialized(hyper)
@@ -312,7 +314,7 @@ def mark_initialized(module: nn.Module) -> None:
         vars(part)["_is_hf_initialized"] = True
 
 
-def build(
+def build_hypers(
     base: PreTrainedModel,
     config: HyperAttnConfig,
     selected: list[Selected],
@@ -330,7 +332,7 @@ def build(
         hyper.newly_routed = newly_routed
         for layer in hyper.children():
             cast(MechanismLayer, layer).warned = warned
-    WATCH.begin(base)
+    WATCH.watch_model(base)
     return hypers
 
 

@@ -33,7 +33,7 @@ class NamedMechanism:
         self.number = number_of(default)
         self.layers: Layers | None = None
 
-    def of(self, module: nn.Module) -> Layers:
+    def find_layers(self, module: nn.Module) -> Layers:
         """The layers for this module."""
         cross_attention = get_mechanism(self.default.mechanism).cross_attention
         if (
@@ -44,9 +44,9 @@ class NamedMechanism:
                 and getattr(module, "is_causal", True) is False
             )
             if says_decoder or is_cross_attention("", module):
-                return _layers(None)
+                return build_named_layers(None)
         config = by_name_config(module, self.number).for_model(getattr(module, "config", None))
-        layers = _layers(config)
+        layers = build_named_layers(config)
         if cross_attention and config is self.default and not torch.compiler.is_compiling():
             self.layers = layers
         return layers
@@ -116,7 +116,7 @@ def find_number(data: dict, default: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _layers(config: MechanismConfig | None) -> Layers:
+def build_named_layers(config: MechanismConfig | None) -> Layers:
     """The mechanism's layer in replace mode, without parameters; none for None."""
     layers = Layers()
     if config is not None:

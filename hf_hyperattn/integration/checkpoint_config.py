@@ -86,10 +86,10 @@ def write_records(model: PreTrainedModel) -> None:
             model.config
         )  # T5's encoder and decoder run on copies, made anew at every load
     for config in configs.values():
-        _mark(config)
+        _mark_patched(config)
     recorded: set[int] = set()
     for part in parts(model):
-        recorded |= _write(part)
+        recorded |= _write_record(part)
     missing = [name for name, host in hosts.items() if id(host) not in recorded]
     if missing:
         raise ValueError(
@@ -98,11 +98,11 @@ def write_records(model: PreTrainedModel) -> None:
         )
 
 
-def _write(part: PreTrainedModel) -> set[int]:
+def _write_record(part: PreTrainedModel) -> set[int]:
     """The record of one part; returns the ids of the hosts that it speaks of."""
     hosts = dict(patched_hosts(part))
     hypers = map(attrgetter("hyper"), hosts.values())
-    record = record_of(
+    record = make_record(
         {name: getattr(hyper, "original_module", hyper) for name, hyper in zip(hosts, hypers)}
     )
     if record is None:
@@ -113,7 +113,7 @@ def _write(part: PreTrainedModel) -> set[int]:
     return set(map(id, hosts.values()))
 
 
-def record_of(hypers: dict[str, Hyper]) -> dict | None:
+def make_record(hypers: dict[str, Hyper]) -> dict | None:
     """The record of what hosts, by their names, are patched with; None for none, or where it cannot be said."""
     configs = list(map(attrgetter("config"), hypers.values()))
     if not configs or configs.count(configs[0]) < len(configs):
@@ -153,7 +153,7 @@ def name_before(config: PreTrainedConfig) -> str | None:
     return None if config.__dict__.get(STOCK, "") is None else stock_name(config)
 
 
-def _mark(config: PreTrainedConfig) -> None:
+def _mark_patched(config: PreTrainedConfig) -> None:
     """Set our implementation and note the one from before; on a reload the note is there already."""
     if not marked(config):
         setattr(config, STOCK, config._attn_implementation)

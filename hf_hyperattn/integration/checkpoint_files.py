@@ -106,7 +106,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
         if value is not None and not good:
             raise ValueError(f"{path}: {key} is {short(value)}; allowed: {allowed}")
-    for key, value in _items(data):
+    for key, value in iterate_items(data):
         numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
         if any(abs(n) >= 2**63 for n in numbers):
             raise ValueError(f"{path}: {key} is {short(value)}; allowed: numbers of 64 bits")
@@ -116,7 +116,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return data
 
 
-def _items(data: Any) -> Iterator[tuple[str, Any]]:
+def iterate_items(data: Any) -> Iterator[tuple[str, Any]]:
     """Every key and value of nested objects."""
     waiting = [data]
     while waiting:
@@ -130,15 +130,15 @@ def without_code(data: Any) -> tuple[Any, list[str]]:
     """A copy of JSON data without the keys that name code, and those keys that were there."""
     code: list[str] = []
 
-    def clean(part: Any) -> Any:
+    def remove_code(part: Any) -> Any:
         if isinstance(part, list):
-            return [clean(item) for item in part]
+            return [remove_code(item) for item in part]
         if not isinstance(part, dict):
             return part
         code.extend(key for key in part if key in CODE)
-        return {key: clean(value) for key, value in part.items() if key not in CODE}
+        return {key: remove_code(value) for key, value in part.items() if key not in CODE}
 
-    return clean(data), sorted(code)
+    return remove_code(data), sorted(code)
 
 
 def check_weights(directory: Path, files: dict[str, Path]) -> None:

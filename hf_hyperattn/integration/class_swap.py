@@ -11,7 +11,7 @@ from torch import nn
 
 #: Where an instance keeps what `swap_class` changed on it.
 KEPT = "_hyperattn_forwards"
-#: Where a copy that `rebind` made keeps itself, since later wrappers take its attributes over, and what it stands for.
+#: Where a copy that `rebind_wrapper` made keeps itself, since later wrappers take its attributes over, and what it stands for.
 WRAPPER = "_hyperattn_wrapper"
 #: How many wrappers around a forward are looked through.
 DEPTH = 4
@@ -32,7 +32,7 @@ def swap_class(module: nn.Module, cls: Any) -> None:
             module.__dict__[name] = wrapper
             continue
         if wraps_forward(value, previous.forward) and issubclass(cls, previous):
-            copy: Any = rebind(value, previous.forward, MethodType(cls.forward, module))
+            copy: Any = rebind_wrapper(value, previous.forward, MethodType(cls.forward, module))
             setattr(copy, WRAPPER, (copy, value))
             module.__dict__[name] = copy
             continue
@@ -72,11 +72,11 @@ def wraps_forward(forward: Any, original: Callable) -> bool:
     return (
         says
         and isinstance(forward, FunctionType)
-        and rebind(forward, original, forward) is not forward
+        and rebind_wrapper(forward, original, forward) is not forward
     )
 
 
-def rebind(value: Any, original: Callable, new: Any, depth: int = DEPTH) -> Any:
+def rebind_wrapper(value: Any, original: Callable, new: Any, depth: int = DEPTH) -> Any:
     """Return a copy of a wrapper that calls `new` in place of a bound method of `original`; else the value itself.
 
     Args:
@@ -99,7 +99,7 @@ def rebind(value: Any, original: Callable, new: Any, depth: int = DEPTH) -> Any:
     functools.update_wrapper(copy, value)
     copy.__kwdefaults__ = value.__kwdefaults__
     for name, kept in vars(value).items():  # `__wrapped__`, and where the compiler keeps the same
-        setattr(copy, name, rebind(kept, original, new, depth - 1))
+        setattr(copy, name, rebind_wrapper(kept, original, new, depth - 1))
     return copy
 
 
@@ -107,5 +107,5 @@ def rebind_cell(cell: CellType, original: Callable, new: Any, depth: int) -> Cel
     """Return a new cell with the content rebound; the cell itself if nothing in it changes, which stays shared."""
     if cell == CellType():  # its variable has no value yet
         return cell
-    after = rebind(cell.cell_contents, original, new, depth)
+    after = rebind_wrapper(cell.cell_contents, original, new, depth)
     return cell if after is cell.cell_contents else CellType(after)

@@ -80,32 +80,32 @@ class HierarchyCollator:
         Raises:
             ValueError: the collator changed the number of rows or of tokens.
         """
-        ids = [self.ids_of(feature) for feature in features]
+        ids = [self.read_ids(feature) for feature in features]
         rest = [{k: v for k, v in feature.items() if k != NAME} for feature in features]
         batch = self.collator(rest, *args, **kwargs)
-        batch[NAME] = self.padded(ids, batch)
+        batch[NAME] = self.pad_ids(ids, batch)
         return batch
 
-    def ids_of(self, feature: dict) -> Tensor:
+    def read_ids(self, feature: dict) -> Tensor:
         """Group ids [length, levels] of one feature, without padding."""
         if feature.get(NAME) is not None:
             ids = torch.as_tensor(feature[NAME]).long()
             return ids[:, None] if ids.dim() == 1 else ids
-        return self.outline(
+        return self.read_outline(
             torch.as_tensor(feature["input_ids"]).tolist(), feature.get("attention_mask")
         )
 
-    def outline(self, ids: list[int], attention_mask=None) -> Tensor:
+    def read_outline(self, ids: list[int], attention_mask=None) -> Tensor:
         """Group ids [length, levels] of tokens, from the text that they read as."""
         special = set(self.tokenizer.all_special_ids)
-        pieces = ["" if token in special else self.reads(token) for token in ids]
+        pieces = ["" if token in special else self.decode_token(token) for token in ids]
         lengths = torch.tensor([len(piece) for piece in pieces])
         offsets = torch.stack([lengths.cumsum(0) - lengths, lengths.cumsum(0)], 1)
         offsets[torch.tensor([token in special for token in ids])] = 0
         mask = None if attention_mask is None else torch.as_tensor(attention_mask)[None]
         return Hierarchy.from_text("".join(pieces), offsets, self.levels, mask).to_ids()[0]
 
-    def reads(self, token: int) -> str:
+    def decode_token(self, token: int) -> str:
         """What a token adds to the text after another one, its space included."""
         if token not in self._read:
             before = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
@@ -114,7 +114,7 @@ class HierarchyCollator:
             self._read[token] = str(both[len(alone) :])
         return self._read[token]
 
-    def padded(self, ids: list[Tensor], batch: dict) -> Tensor:
+    def pad_ids(self, ids: list[Tensor], batch: dict) -> Tensor:
         """Group ids of a batch, -1 where it has padding."""
         rows, length = batch["input_ids"].shape[:2]
         if rows != len(ids) or any(len(row) > length for row in ids):

@@ -154,7 +154,7 @@ def allow_output_attentions() -> None:
     "switch_to_cb_friendly_attn",
     import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager,
 )
-def _switch(original, self, model, *args, **kwargs):
+def _switch_attention(original, self, model, *args, **kwargs):
     if model.config._attn_implementation not in OURS:
         return original(self, model, *args, **kwargs)
     running = {config._attn_implementation for config in all_configs(model)}

@@ -87,7 +87,9 @@ def conversion_of(model: PreTrainedModel) -> str | None:
     return next((name for name, conversion in CONVERSIONS.items() if conversion.done(model)), None)
 
 
-def keep(model: PreTrainedModel, restore: Callable[[Any, Any], nn.Module], parts: object) -> None:
+def keep_parts(
+    model: PreTrainedModel, restore: Callable[[Any, Any], nn.Module], parts: object
+) -> None:
     """Put aside what `unpatch_model` gives back, as `restore(converted, parts)`. It is in memory only: a saved
     conversion comes back without it.
     """
@@ -108,7 +110,7 @@ def give_back(model: PreTrainedModel, mechanism: str) -> nn.Module:
     return original
 
 
-def rebuild(model: PreTrainedModel, config: HyperAttnConfig) -> None:
+def rebuild_conversion(model: PreTrainedModel, config: HyperAttnConfig) -> None:
     """Give a model that was patched for a reload the structure that its conversion left, where it was converted."""
     for mechanism in config.mechanisms:
         if mechanism.mechanism in REBUILDERS:
@@ -153,8 +155,8 @@ def convert(
         ValueError: a mechanism without a conversion, a model that is converted or patched already, wrapped, or of a
             family that cannot be converted. The model is left as it was.
     """
-    conversion, config = _conversion(config)
-    base = _checked(model)
+    conversion, config = _find_conversion(config)
+    base = _check_model(model)
     warn_of_newer_versions()
     refuse_ranks(
         base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism
@@ -166,12 +168,12 @@ def convert(
         if not conversion.learns:
             mechanism = config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config
             raise ValueError(f"{mechanism.mechanism} reads no examples; allowed: examples=None")
-        options["examples"] = _calls(examples)
+        options["examples"] = _check_examples(examples)
     with building_on(without_weights([base]), type(base).__name__):
         return conversion.run(base, config, keep_original, **options)
 
 
-def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
+def _check_examples(examples: Iterable[Mapping]) -> list[Mapping]:
     """The examples as a list, where each can be the keywords of a call."""
     calls = (
         []
@@ -188,7 +190,7 @@ def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
     return calls
 
 
-def _conversion(
+def _find_conversion(
     config: MechanismConfig | HyperAttnConfig,
 ) -> tuple[Conversion, MechanismConfig | HyperAttnConfig]:
     """The conversion that a config asks for, and the config in the form that it takes."""
@@ -217,7 +219,7 @@ def _conversion(
     return conversion, config
 
 
-def _checked(model: nn.Module) -> PreTrainedModel:
+def _check_model(model: nn.Module) -> PreTrainedModel:
     """The model, where it can be converted."""
     if not isinstance(model, PreTrainedModel):
         advice = inner_models_of(model) if isinstance(model, nn.Module) else ""

@@ -49,28 +49,28 @@ def flat_copies(roots: Iterable[str], header: str) -> dict[str, str]:
             if spec is None or spec.origin is None:
                 raise ValueError(f"{module} has no source that could be copied")
             origin, is_package = Path(spec.origin), spec.submodule_search_locations is not None
-            text, imported = flattened(origin.read_text(encoding="utf-8"), module, is_package)
+            text, imported = flatten_source(origin.read_text(encoding="utf-8"), module, is_package)
             path = "/".join(module.split(".")) + ("/__init__.py" if is_package else ".py")
             files[f"{flat_name(module)}.py"] = header.format(path=path) + text
             waiting += imported
     return dict(sorted(files.items()))
 
 
-def flattened(source: str, module: str, is_package: bool) -> tuple[str, list[str]]:
+def flatten_source(source: str, module: str, is_package: bool) -> tuple[str, list[str]]:
     """A module's source with flat imports, and the modules that it imports."""
     lines, imported = source.splitlines(), list[str]()
     nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.level]
     for node in sorted(nodes, key=lambda n: n.lineno, reverse=True):
         above = module.split(".") if is_package else module.split(".")[:-1]
         package = ".".join([*above[: len(above) - node.level + 1], *filter(None, [node.module])])
-        written = list(_imports(package, node.names, imported))
+        written = list(_rewrite_import(package, node.names, imported))
         lines[node.lineno - 1 : node.end_lineno] = [
             " " * node.col_offset + line for line in written
         ]
     return OPERATOR.sub(OWN_OPERATOR, "\n".join(lines) + "\n"), imported
 
 
-def _imports(package: str, names: list[ast.alias], imported: list[str]) -> Iterator[str]:
+def _rewrite_import(package: str, names: list[ast.alias], imported: list[str]) -> Iterator[str]:
     """The lines that take the place of one relative import."""
     plain = []
     for alias in names:

@@ -36,7 +36,7 @@ class DecayWatch:
         self.warned = False
         self.seen: WeakSet[Optimizer] = WeakSet()
 
-    def begin(self, model: PreTrainedModel) -> None:
+    def watch_model(self, model: PreTrainedModel) -> None:
         """Look at the optimizers that will train a model which is being patched."""
         MODELS.add(model)
         if self.handle is not None and self.done:
@@ -44,9 +44,9 @@ class DecayWatch:
             self.handle = None
         if self.handle is None and not self.warned:
             self.done = False
-            self.handle = register_optimizer_step_pre_hook(self.look)
+            self.handle = register_optimizer_step_pre_hook(self.check_optimizer)
 
-    def look(self, optimizer: Optimizer, args: tuple, keywords: dict) -> None:
+    def check_optimizer(self, optimizer: Optimizer, args: tuple, keywords: dict) -> None:
         """The hook: warn if an optimizer decays added parameters."""
         # Torch is reading its hooks right now, so that none can be removed: this one does nothing any more.
         if self.done or torch.compiler.is_compiling() or optimizer in self.seen:

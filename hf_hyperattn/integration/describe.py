@@ -27,12 +27,12 @@ class Description(dict):
     """A plain dict that prints as a table; rows that are equal but for the number of their layer are one."""
 
     def __str__(self) -> str:
-        rows = folded([(host["name"], _row(host)) for host in self["hosts"]])
-        lines = _table(
+        rows = fold_rows([(host["name"], _format_row(host)) for host in self["hosts"]])
+        lines = _format_table(
             [["host", "family", "heads", "kind", "patched", "added", "gates"], *rows], rule=True
         )
         for host in self["hosts"]:
-            lines += _by_head(host)
+            lines += _format_heads(host)
         lines.append(
             f"{self['model']}: {self['patched']} of {len(self['hosts'])} hosts patched ({self['mode'] or 'none'}), "
             f"{self['parameters_added']:,} parameters added to {self['parameters']:,}"
@@ -56,7 +56,7 @@ class Description(dict):
     __repr__ = __str__
 
 
-def _row(host: dict[str, Any]) -> tuple[str, ...]:
+def _format_row(host: dict[str, Any]) -> tuple[str, ...]:
     """What the table says of a host, besides its name."""
     gates = [
         f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}"
@@ -73,15 +73,15 @@ def _row(host: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def folded(rows: list[tuple[str, tuple[str, ...]]]) -> list[list[str]]:
+def fold_rows(rows: list[tuple[str, tuple[str, ...]]]) -> list[list[str]]:
     """Rows of a name and cells, those of one stack with equal cells as one: model.layers.0-19.self_attn (20)."""
     groups: dict[tuple, list[str]] = {}
     for name, cells in rows:
         groups.setdefault((NUMBER.sub("*", name, count=1), cells), []).append(name)
-    return [[_joined(names), *cells] for (_, cells), names in groups.items()]
+    return [[_join_names(names), *cells] for (_, cells), names in groups.items()]
 
 
-def _joined(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     """One name for several that differ in the number of their layer."""
     match = NUMBER.search(names[0])
     if len(names) == 1 or match is None:
@@ -93,7 +93,7 @@ def _joined(names: list[str]) -> str:
     return f"{names[0][: match.start()]}{spans}{names[0][match.end() :]} ({len(names)})"
 
 
-def _table(rows: list[list[str]], rule: bool = False) -> list[str]:
+def _format_table(rows: list[list[str]], rule: bool = False) -> list[str]:
     """Lines with aligned columns, "-" for an empty cell; with a rule below the first."""
     cells = [[cell or "-" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -104,7 +104,7 @@ def _table(rows: list[list[str]], rule: bool = False) -> list[str]:
     ]
 
 
-def _by_head(host: dict[str, Any]) -> list[str]:
+def _format_heads(host: dict[str, Any]) -> list[str]:
     """The values of a host's heads, where they were asked for."""
     values = host.get("by_head", {})
     head = [[host["name"], *map(str, range(host["heads"]))]] if values else []
@@ -113,7 +113,7 @@ def _by_head(host: dict[str, Any]) -> list[str]:
         for n, v in values.items()
     ]
     return (
-        _table([row + [" "] * (host["heads"] + 1 - len(row)) for row in head + rows])
+        _format_table([row + [" "] * (host["heads"] + 1 - len(row)) for row in head + rows])
         if values
         else []
     )
@@ -155,7 +155,7 @@ def describe(model: nn.Module, heads: bool = False) -> Description:
     mechanisms = [m.to_dict() for hyper in hypers for m in hyper.mechanisms()]
     newly_routed = route(base)  # a served family has hosts only while it is routed
     try:
-        hosts = [_host(module, host, heads) for _, module, host in all_hosts(base)]
+        hosts = [_describe_host(module, host, heads) for _, module, host in all_hosts(base)]
     finally:
         if newly_routed:
             model_patches.unserve(base)
@@ -171,7 +171,7 @@ def describe(model: nn.Module, heads: bool = False) -> Description:
     )
 
 
-def _host(module: nn.Module, host: Host, heads: bool) -> dict[str, Any]:
+def _describe_host(module: nn.Module, host: Host, heads: bool) -> dict[str, Any]:
     hyper = active_hyper(module._modules.get("hyper"))
     gates = {n: p for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
     implementation = getattr(host.config, "_attn_implementation", None)

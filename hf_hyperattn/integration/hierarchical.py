@@ -47,10 +47,10 @@ class Accepting:
 
     def __reduce_ex__(self, protocol):
         # The class is known under the stock name, so pickle has to be told how to make it again.
-        return _empty, (type(self).stock_class,), self.__dict__
+        return _make_empty, (type(self).stock_class,), self.__dict__
 
 
-def _empty(stock: Any) -> nn.Module:
+def _make_empty(stock: Any) -> nn.Module:
     cls: Any = accepting_class(stock)
     return cls.__new__(cls)
 
@@ -129,11 +129,11 @@ def generation_methods(stock: Any) -> dict:
     changed = (generate, prepare_inputs_for_generation, _get_candidate_generator)
     methods = {method.__name__: method for method in changed if hasattr(stock, method.__name__)}
     return methods | {
-        name: encoding(getattr(stock, name)) for name in ENCODING if hasattr(stock, name)
+        name: wrap_encoding(getattr(stock, name)) for name in ENCODING if hasattr(stock, name)
     }
 
 
-def encoding(original):
+def wrap_encoding(original):
     """A method that runs an encoder, with the hierarchy of `generate`: some encoders know no such keyword."""
 
     @functools.wraps(original)

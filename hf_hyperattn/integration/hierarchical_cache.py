@@ -56,9 +56,9 @@ class HierarchicalLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.store.append(key_states, value_states)
-        return self._show()
+        return self._refresh_views()
 
-    def _show(self) -> tuple[Tensor, Tensor]:
+    def _refresh_views(self) -> tuple[Tensor, Tensor]:
         keys, values = self.store.show()
         if self.keep is not None:
             keys, values = ForgottenTokens(keys), ForgottenTokens(values)
@@ -73,20 +73,20 @@ class HierarchicalLayer(DynamicLayer):
             )
         if tokens_to_remove and self.is_initialized:
             self.store.crop(max(0, self.get_seq_length() + tokens_to_remove))
-            self._show()
+            self._refresh_views()
 
-    def _pick(self, rows: Tensor) -> None:
+    def _select_rows(self, rows: Tensor) -> None:
         if self.get_seq_length() > 0:
             self.store.pick(rows)
-            self._show()
+            self._refresh_views()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows of the chosen beams, int64 [B]."""
-        self._pick(beam_idx)
+        self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch: int64 or bool [B]."""
-        self._pick(
+        self._select_rows(
             torch.arange(len(self.store.tokens[0].room))[indices]
             if self.is_initialized
             else indices
@@ -95,7 +95,9 @@ class HierarchicalLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.is_initialized:
-            self._pick(torch.arange(len(self.store.tokens[0].room)).repeat_interleave(repeats))
+            self._select_rows(
+                torch.arange(len(self.store.tokens[0].room)).repeat_interleave(repeats)
+            )
 
     def reset(self) -> None:
         """Forget all tokens, and free what held them."""
@@ -139,18 +141,18 @@ class HierarchicalCache(DynamicCache):
                     f"HierarchicalCache(evict=True) was given {type(config).__name__}; allowed: the patched model"
                 )
         plain = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
-        keep = what_to_keep(config, plain) if evict else dict.fromkeys(plain)
+        keep = choose_keeps(config, plain) if evict else dict.fromkeys(plain)
         for index in plain:
             self.layers[index] = HierarchicalLayer(keep[index])
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = HierarchicalLayer
 
 
-def what_to_keep(model, layers: list[int]) -> dict[int, Keep]:
+def choose_keeps(model, layers: list[int]) -> dict[int, Keep]:
     """What each of these layers of a patched model has to keep; None: everything. Warns where all keep that."""
     hosts = patched_hosts(model) if isinstance(model, nn.Module) else ()
     by_layer = {getattr(host, "layer_idx", None): (name, host) for name, host in hosts}
-    found = {i: _keep(*by_layer[i]) if i in by_layer else "is not patched" for i in layers}
+    found = {i: _choose_keep(*by_layer[i]) if i in by_layer else "is not patched" for i in layers}
     if layers and all(isinstance(keep, str) for keep in found.values()):
         logger.warning(
             f"hf_hyperattn: HierarchicalCache(evict=True) can forget nothing of this model: layer {layers[0]} "
@@ -160,7 +162,7 @@ def what_to_keep(model, layers: list[int]) -> dict[int, Keep]:
     return {i: None if isinstance(keep, str) else keep for i, keep in found.items()}
 
 
-def _keep(name: str, host) -> KeepWindows | tuple | str:
+def _choose_keep(name: str, host) -> KeepWindows | tuple | str:
     """What a host needs, or why that is everything."""
     hyper = inner(host.hyper)
     layers = hyper.layers()

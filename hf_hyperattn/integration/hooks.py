@@ -34,7 +34,7 @@ import model_patches
 from model_patches.routing import check_unroute, is_routed
 
 from ..config import read_record
-from .attach import repatch, resolve_stock
+from .attach import patch_from_record, resolve_stock
 from .call import note_all, note_masks
 from .checkpoint_config import (
     INTERNAL,
@@ -52,7 +52,7 @@ from .checkpoint_config import (
     sub_configs,
     tree,
 )
-from .conversions import rebuild
+from .conversions import rebuild_conversion
 from .first_call import watch_first_calls
 from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
@@ -185,8 +185,8 @@ def restore(model: PreTrainedModel, outer: tuple[PreTrainedModel, ...]) -> bool:
         return True
     config = read_record(getattr(model.config, RECORD))
     resolve_stock(model)
-    repatch(model, config, route_as_before(model))
-    rebuild(model, config)
+    patch_from_record(model, config, route_as_before(model))
+    rebuild_conversion(model, config)
     return True
 
 

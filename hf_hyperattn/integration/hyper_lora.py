@@ -31,8 +31,8 @@ from ..fields import refuse
 from ..mechanisms.base import MechanismLayer
 from ..registry import get_mechanism
 from ..selection import Choice
-from .adapter_config import hyper_wrappers, in_short
-from .attach import Selected, build, cut_to_depth, mark_initialized
+from .adapter_config import hyper_wrappers, normalize_record
+from .attach import Selected, build_hypers, cut_to_depth, mark_initialized
 from .cache_of_call import add_cache_hooks, remove_cache_hooks
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .first_call import watch_first_calls
@@ -180,7 +180,7 @@ class HyperLoraModel(LoraModel):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             # after LoRA: were there a tuner layer before, PEFT would leave the base open to training
             trained = adapter_name in self.active_adapters and not config.inference_mode
-            hypers = build(base, config.hyperattn, selected, newly_routed, may_be_empty=True)
+            hypers = build_hypers(base, config.hyperattn, selected, newly_routed, may_be_empty=True)
             for hyper, (module, _) in zip(hypers, selected, strict=True):
                 if (patched := base_hyper(module)) is not None:  # else it starts anew
                     hyper = copy.deepcopy(patched)
@@ -301,7 +301,8 @@ class HyperLoraModel(LoraModel):
             )
         prefix = self.model.base_model_prefix
         differ = any(
-            in_short(c.hyperattn, prefix) != in_short(configs[0].hyperattn, prefix) for c in configs
+            normalize_record(c.hyperattn, prefix) != normalize_record(configs[0].hyperattn, prefix)
+            for c in configs
         )
         if (
             differ
@@ -409,7 +410,7 @@ def resolve_adapter(
     wanted, selected, newly_routed = resolve(base, wanted)
     wanted = replace(wanted, hosts=tuple(host.name for _, host in selected))
     prefix = base.base_model_prefix
-    if record is not None and in_short(record, prefix) != in_short(wanted, prefix):
+    if record is not None and normalize_record(record, prefix) != normalize_record(wanted, prefix):
         raise ValueError(
             f"{type(base).__name__} is patched otherwise than this adapter asks for; leave mechanisms out to adapt "
             "what is there, or call unpatch_model(model) first"

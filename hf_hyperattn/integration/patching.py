@@ -18,7 +18,14 @@ from ..fields import short
 from ..registry import get_mechanism
 from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
-from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
+from .attach import (
+    Selected,
+    all_hosts,
+    attach_hypers,
+    check_combination,
+    match_names,
+    resolve_overrides,
+)
 from .cache_of_call import remove_cache_hooks
 from .call import note_all
 from .checkpoint_config import (
@@ -85,7 +92,7 @@ def patch_model(
             "unpatch_model(model) first, or patch all in one call"
         )
     with rollback_on_error(base):
-        attach(base, *resolve(base, config))
+        attach_hypers(base, *resolve(base, config))
         with outside_inference_mode():  # adapters take copies
             give_adapters_hyper(model, base)
     return model

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..config import HyperAttnConfig
-from .attach import repatch, resolve_stock
+from .attach import patch_from_record, resolve_stock
 from .attention import family_mask, patched_forward
 from .call import note_all
 from .checkpoint_config import INTERNAL, all_configs, patched_hosts, saved_name, tree
-from .conversions import rebuild
+from .conversions import rebuild_conversion
 from .record_check import check_loaded
 from .stock import PATCHED, RUNNING, marked, run_beneath
 
@@ -57,8 +57,8 @@ class Patched(Stock):
         resolve_stock(self)
         recorded: Any = getattr(self.config, "hyperattn", None)
         record = HyperAttnConfig.from_dict(recorded)
-        repatch(self, record)
-        rebuild(self, record)
+        patch_from_record(self, record)
+        rebuild_conversion(self, record)
         for config in all_configs(self):
             if name := saved_name(config):
                 config.attn_implementation = (

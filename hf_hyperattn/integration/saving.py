@@ -33,7 +33,7 @@ from .adapter_config import (
     describe_adapters,
     describe_base,
     hyper_wrappers,
-    in_short,
+    normalize_record,
     write_config_beside,
 )
 from .attach import cut_to_depth
@@ -273,9 +273,9 @@ def say_what_runs(base: PreTrainedModel, name: str, config) -> None:
     cut = cut_to_depth(there, base) if isinstance(there, HyperAttnConfig) else there
     if cut is not there:  # layers were deleted from the model
         there = config.hyperattn = cut or running
-    if not isinstance(there, HyperAttnConfig) or in_short(there, prefix) != in_short(
-        running, prefix
-    ):
+    if not isinstance(there, HyperAttnConfig) or normalize_record(
+        there, prefix
+    ) != normalize_record(running, prefix):
         logger.warning(
             f"peft_config[{name!r}].hyperattn is not what the model computes: it was changed after the adapter was put "
             "on the model, or layers were moved or deleted. What the model computes is saved; to change that, add an "

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import HyperAttnConfig
-from .adapter_config import base_difference, describe_adapters, describe_base, in_short
+from .adapter_config import base_difference, describe_adapters, describe_base, normalize_record
 from .checkpoint_config import LOADING, RECORD, patched_hosts
 from .record_check import FRESH, added_tensors, tensors_of_hosts
 from .stock import OURS
@@ -223,9 +223,9 @@ def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     there, prefix = saved.get("adapters", {}), getattr(base, "base_model_prefix", "")
     for name, config in describe_adapters(base).items():
-        if name in there and in_short(HyperAttnConfig.from_dict(there[name]), prefix) != in_short(
-            config, prefix
-        ):
+        if name in there and normalize_record(
+            HyperAttnConfig.from_dict(there[name]), prefix
+        ) != normalize_record(config, prefix):
             logger.warning(
                 f"adapter {name!r} of {type(base).__name__} took the parameters of one with another patch: it computes "
                 "something else; make it with the HyperLoraConfig that the state dict's model has"

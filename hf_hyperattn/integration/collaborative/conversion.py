@@ -23,10 +23,10 @@ from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
-from ..attach import Selected, attach, mark_initialized, resolve_overrides
+from ..attach import Selected, attach_hypers, mark_initialized, resolve_overrides
 from ..call import note_all
 from ..checkpoint_config import inner
-from ..conversions import Conversion, keep, register_conversion
+from ..conversions import Conversion, keep_parts, register_conversion
 from ..offloaded import drop_weights, in_memory, is_offloaded, offload_like, without_weights
 from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
 from ..stock import PATCHED
@@ -295,7 +295,7 @@ def install(
     newly_routed: bool,
 ) -> None:
     """Put the shared projections in place, and with them a `hyper`."""
-    attach(model, resolve_overrides(config, chosen, model), chosen, newly_routed)
+    attach_hypers(model, resolve_overrides(config, chosen, model), chosen, newly_routed)
     for part in parts:
         hyper: Any = inner(part.module.hyper)
         with torch.no_grad():
@@ -306,7 +306,7 @@ def install(
             if not keep_original:
                 drop_weights(part.projections.children[name], f"{part.host.name}.{name}")
     if keep_original:
-        keep(model, bring_back_original, {p.host.name: p.projections.children for p in parts})
+        keep_parts(model, bring_back_original, {p.host.name: p.projections.children for p in parts})
 
 
 def filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...fields import refuse, short
 from ...mechanisms.hat.config import HatConfig
-from ..conversions import keep
+from ..conversions import keep_parts
 from .configuration import SHARED, HatEncoderConfig
 from .heads import HatForMaskedLM, HatForSequenceClassification, HatForTokenClassification
 from .modeling import HatModel, HatPreTrainedModel
@@ -88,7 +88,7 @@ class EncoderFamily:
     fields: dict[str, str] = field(default_factory=dict)
     acts: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def head(self, end: str) -> dict[str, str]:
+    def map_head(self, end: str) -> dict[str, str]:
         """The modules of the head of a class whose name ends so, ours and theirs."""
         heads = {
             "SequenceClassification": {"hat.pooler": self.pooler, "classifier": self.classifier},
@@ -158,22 +158,22 @@ def to_hat(
     Raises:
         ValueError: a model that cannot be converted, or a config that does not fit it.
     """
-    family, kind = _checked(model)
-    ours = _config(model, family, kind, config)
+    family, kind = _find_family(model)
+    ours = _make_config(model, family, kind, config)
     made = CLASSES[kind]._from_config(ours, attn_implementation=model.config._attn_implementation)
     made = made.to(device=model.device, dtype=model.dtype)
     with torch.no_grad():
         _copy_body(made, model, family, config.cross_blocks == "copy")
-        for mine, theirs in family.head(kind).items():
-            _copy(made, mine, model.get_submodule(theirs))
+        for mine, theirs in family.map_head(kind).items():
+            _copy_module(made, mine, model.get_submodule(theirs))
     made.tie_weights()
     made.train(model.training)
     if keep_original:
-        keep(made, lambda converted, original: original, model)
+        keep_parts(made, lambda converted, original: original, model)
     return made
 
 
-def _checked(model: PreTrainedModel) -> tuple[EncoderFamily, str]:
+def _find_family(model: PreTrainedModel) -> tuple[EncoderFamily, str]:
     """The model's family, and which of our classes it becomes."""
     name, kind = type(model).__name__, model.config.model_type
     if kind not in FAMILIES:
@@ -197,7 +197,7 @@ def _checked(model: PreTrainedModel) -> tuple[EncoderFamily, str]:
     return FAMILIES[kind], ends[0]
 
 
-def _config(
+def _make_config(
     model: PreTrainedModel, family: EncoderFamily, kind: str, config: HatConfig
 ) -> HatEncoderConfig:
     """The config of the result."""
@@ -207,7 +207,7 @@ def _config(
     fields = {
         name: getattr(source, other) for name, other in theirs.items() if hasattr(source, other)
     }
-    rows = _positions(body, family).shape[0]
+    rows = _read_positions(body, family).shape[0]
     if config.segment_length > rows:
         allowed = f"numbers from 2 to {rows}, the positions of {type(model).__name__}"
         refuse("HatConfig.segment_length", config.segment_length, allowed)
@@ -217,7 +217,7 @@ def _config(
     if not hasattr(body.embeddings, "token_type_embeddings"):
         fields["type_vocab_size"] = 0
     fields["layer_norm_eps"] = body.embeddings.LayerNorm.eps
-    if kind == "Model" and _pooler(body) is None:
+    if kind == "Model" and _find_pooler(body) is None:
         fields["pooler_act"] = None
     if kind == "SequenceClassification" and source.model_type == "distilbert":
         fields["classifier_dropout"] = source.seq_classif_dropout
@@ -233,20 +233,20 @@ def _copy_body(
 ) -> None:
     body: Any = made.base_model
     theirs: Any = model.base_model
-    tables, positions = theirs.embeddings, _positions(theirs, family)
+    tables, positions = theirs.embeddings, _read_positions(theirs, family)
     for name, source in (
         ("embeddings.words", tables.word_embeddings),
         ("embeddings.norm", tables.LayerNorm),
         ("embeddings.kinds", getattr(tables, "token_type_embeddings", None)),
         ("embeddings.project", getattr(theirs, "embeddings_project", None)),
-        ("pooler", _pooler(theirs)),
+        ("pooler", _find_pooler(theirs)),
     ):
         if source is not None and name in dict(body.named_modules()):
-            _copy(body, name, source)
+            _copy_module(body, name, source)
     body.embeddings.positions.weight.copy_(positions[: made.config.segment_length])
     if body.segment_positions is not None:
         body.segment_positions.weight.copy_(
-            _segment_positions(positions, body.segment_positions.weight)
+            _start_segment_positions(positions, body.segment_positions.weight)
         )
     cross = iter(body.cross_blocks)
     layers = theirs.get_submodule(family.layers)
@@ -255,10 +255,10 @@ def _copy_body(
     ):
         for block in [mine, *(next(cross) for _ in range(number) if crossed)]:
             for name, source in zip(BLOCK, family.layer, strict=True):
-                _copy(block, name, layer.get_submodule(source))
+                _copy_module(block, name, layer.get_submodule(source))
 
 
-def _copy(ours: nn.Module, name: str, theirs: nn.Module) -> None:
+def _copy_module(ours: nn.Module, name: str, theirs: nn.Module) -> None:
     """Copy a module's parameters into our module of that name."""
     if type(theirs) not in (nn.Linear, nn.Embedding, nn.LayerNorm):
         raise ValueError(
@@ -268,19 +268,19 @@ def _copy(ours: nn.Module, name: str, theirs: nn.Module) -> None:
     ours.get_submodule(name).load_state_dict(theirs.state_dict())
 
 
-def _positions(body: Any, family: EncoderFamily) -> Tensor:
+def _read_positions(body: Any, family: EncoderFamily) -> Tensor:
     """Their rows of positions, that of a text's first token first."""
     first = body.config.pad_token_id + 1 if family.offset is None else family.offset
     return body.embeddings.position_embeddings.weight[first:]
 
 
-def _pooler(body: nn.Module) -> nn.Linear | None:
+def _find_pooler(body: nn.Module) -> nn.Linear | None:
     """The linear map of the body's pooler, where it has one."""
     pooler = getattr(body, "pooler", None)
     return None if pooler is None else pooler.dense
 
 
-def _segment_positions(positions: Tensor, like: Tensor) -> Tensor:
+def _start_segment_positions(positions: Tensor, like: Tensor) -> Tensor:
     """What the segments' positions start as: those of tokens, segment s as token s.
 
     Where there are more segments than positions, these are stretched; where their width is another, zeros.

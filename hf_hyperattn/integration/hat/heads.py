@@ -36,11 +36,11 @@ class _HatWithHead(HatPreTrainedModel):
         self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
 
-    def logits(self, body: HatModelOutput) -> Tensor:
+    def compute_logits(self, body: HatModelOutput) -> Tensor:
         """What the head makes of the body's output."""
         return self.classifier(self.dropout(body.last_hidden_state))
 
-    def loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
+    def compute_loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
         """The loss, a scalar; `keywords` as the Trainer gives them."""
         return self.loss_function(logits, labels, self.config, **keywords)
 
@@ -77,8 +77,8 @@ class _HatWithHead(HatPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        logits = self.logits(body)
-        loss = None if labels is None else self.loss(logits, labels, **counted)
+        logits = self.compute_logits(body)
+        loss = None if labels is None else self.compute_loss(logits, labels, **counted)
         return self.output(
             loss=loss, logits=logits, hidden_states=body.hidden_states, attentions=body.attentions
         )
@@ -90,10 +90,10 @@ class HatForSequenceClassification(_HatWithHead):
     pooled = True
     output = SequenceClassifierOutput
 
-    def logits(self, body: HatModelOutput) -> Tensor:
+    def compute_logits(self, body: HatModelOutput) -> Tensor:
         return self.classifier(self.dropout(body.pooler_output))
 
-    def loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
+    def compute_loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
         return self.loss_function(
             labels=labels, pooled_logits=logits, config=self.config, **keywords
         )
@@ -120,10 +120,10 @@ class HatForMaskedLM(_HatWithHead):
         """Put another map to words in its place."""
         self.lm_head.decoder = value
 
-    def logits(self, body: HatModelOutput) -> Tensor:
+    def compute_logits(self, body: HatModelOutput) -> Tensor:
         return self.lm_head(body.last_hidden_state)
 
-    def loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
+    def compute_loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
         return self.loss_function(logits, labels, self.config.vocab_size, **keywords)
 
 

@@ -213,10 +213,10 @@ class HatModel(HatPreTrainedModel):
         Raises:
             ValueError: texts that are too long, and arguments that nothing would look at.
         """
-        real = self._real(input_ids, inputs_embeds, attention_mask)
-        self._check(real, kwargs)
-        segments = self._segment(input_ids, real, segment_ids)
-        x = self._embed(segments, input_ids, inputs_embeds, token_type_ids)
+        real = self._find_real_tokens(input_ids, inputs_embeds, attention_mask)
+        self._check_inputs(real, kwargs)
+        segments = self._cut_segments(input_ids, real, segment_ids)
+        x = self._embed_segments(segments, input_ids, inputs_embeds, token_type_ids)
         attentions = (
             self.config.output_attentions if output_attentions is None else output_attentions
         )
@@ -230,19 +230,19 @@ class HatModel(HatPreTrainedModel):
             "cross_segment_attentions",
         ) * bool(attentions)
         recorded: dict[str, list[Tensor]] = {name: [] for name in names}
-        x = self._encode(
+        x = self._run_blocks(
             x, segments, recorded, kwargs | ({"output_attentions": True} if attentions else {})
         )
         last, rows = segments.to_tokens(x), segments.cls_rows(x)
         return HatModelOutput(
             last_hidden_state=last,
-            pooler_output=self._pool(last, rows, segments),
+            pooler_output=self._pool_texts(last, rows, segments),
             segment_states=rows * segments.present[..., None],
             segment_mask=segments.present,
             **{name: tuple(tensors) for name, tensors in recorded.items()},
         )
 
-    def _real(self, input_ids, inputs_embeds, attention_mask) -> Tensor:
+    def _find_real_tokens(self, input_ids, inputs_embeds, attention_mask) -> Tensor:
         """Which tokens are no padding, bool [B, N]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("HatModel needs input_ids or inputs_embeds; allowed: one of the two")
@@ -256,7 +256,7 @@ class HatModel(HatPreTrainedModel):
             )
         return attention_mask != 0
 
-    def _check(self, real: Tensor, keywords: dict) -> None:
+    def _check_inputs(self, real: Tensor, keywords: dict) -> None:
         """Raise for what would be lost, and for texts that cannot be encoded."""
         for name in (
             "position_ids",
@@ -282,7 +282,9 @@ class HatModel(HatPreTrainedModel):
                 "HatConfig(max_length=...) sets"
             )
 
-    def _segment(self, input_ids: Tensor | None, real: Tensor, groups: Tensor | None) -> Segments:
+    def _cut_segments(
+        self, input_ids: Tensor | None, real: Tensor, groups: Tensor | None
+    ) -> Segments:
         led, readable = None, can_read(real)
         if self.config.cls_token_id is not None and input_ids is not None:
             led = (
@@ -303,7 +305,9 @@ class HatModel(HatPreTrainedModel):
             )
         return segments
 
-    def _embed(self, segments: Segments, input_ids, inputs_embeds, token_type_ids) -> Tensor:
+    def _embed_segments(
+        self, segments: Segments, input_ids, inputs_embeds, token_type_ids
+    ) -> Tensor:
         if token_type_ids is not None and self.embeddings.kinds is None:
             raise ValueError(
                 "token_type_ids was given to a model made with type_vocab_size=0; allowed: None, as "
@@ -321,7 +325,7 @@ class HatModel(HatPreTrainedModel):
         kinds = None if token_type_ids is None else segments.to_segments(token_type_ids)
         return self.embeddings(words, kinds)
 
-    def _encode(
+    def _run_blocks(
         self, x: Tensor, segments: Segments, recorded: dict[str, list], keywords: dict
     ) -> Tensor:
         """The blocks, in the order of the layout; what is to be returned beside the result is added to `recorded`."""
@@ -339,19 +343,19 @@ class HatModel(HatPreTrainedModel):
         for block, number in zip(self.segment_blocks, self.config.cross_blocks, strict=True):
             x, weights = block(x, mask, **keywords)
             if within is not None:
-                within.append(_returned(weights)[segments.members] * there)
+                within.append(_require_weights(weights)[segments.members] * there)
             for _ in range(number):
                 rows = segments.cls_rows(x)
                 positions = self.segment_positions(torch.arange(rows.shape[1], device=rows.device))
                 rows, weights = next(cross)(rows, positions, cross_mask, **keywords)
                 if across is not None:
-                    across.append(_returned(weights))
+                    across.append(_require_weights(weights))
                 x = segments.with_cls_rows(x, rows)
             if states is not None:
                 states.append(segments.to_tokens(x))
         return x
 
-    def _pool(self, last: Tensor, rows: Tensor, segments: Segments) -> Tensor:
+    def _pool_texts(self, last: Tensor, rows: Tensor, segments: Segments) -> Tensor:
         """One vector [B, width] for each text."""
         if self.config.pooling == "max":
             pooled = rows.masked_fill(
@@ -368,7 +372,7 @@ class HatModel(HatPreTrainedModel):
         )
 
 
-def _returned(weights: Tensor | None) -> Tensor:
+def _require_weights(weights: Tensor | None) -> Tensor:
     """The weights of an attention function, which output_attentions=True needs."""
     if weights is None:
         raise ValueError(

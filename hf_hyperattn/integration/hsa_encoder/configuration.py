@@ -90,36 +90,38 @@ class HsaEncoderConfig(PreTrainedConfig):
             self.text_kinds = list(kinds_of(("paragraph", "sentence", "word")))
         for name in SIZES:
             value = getattr(self, name)
-            self._check(
+            self._check_field(
                 name,
                 type(value) is int and 0 <= value <= MOST_SIZE,
                 f"integers from 0 to {MOST_SIZE:,}",
             )
         children = (self.sibling_positions or {}).values()
         fits = all(type(count) is int and 0 < count <= MOST_SIZE for count in children)
-        self._check(
+        self._check_field(
             "sibling_positions",
             fits,
             f"kinds of families, each with an integer from 1 to {MOST_SIZE:,}",
         )
-        self._check("attention", self.attention in ATTENTION, " or ".join(map(repr, ATTENTION)))
+        self._check_field(
+            "attention", self.attention in ATTENTION, " or ".join(map(repr, ATTENTION))
+        )
         fits = self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
-        self._check(
+        self._check_field(
             "hidden_size", fits, f"multiples of num_attention_heads={self.num_attention_heads}"
         )
         fits = (
             self.patch_size > 0 and self.image_size >= 0 and self.image_size % self.patch_size == 0
         )
-        self._check("image_size", fits, f"0, or multiples of patch_size={self.patch_size}")
-        self._check(
+        self._check_field("image_size", fits, f"0, or multiples of patch_size={self.patch_size}")
+        self._check_field(
             "vocab_size",
             self.vocab_size > 0 or self.image_size > 0,
             "more than 0 where there are no images",
         )
-        self._check(
+        self._check_field(
             "num_hidden_layers", 0 <= self.num_hidden_layers <= MOST, f"numbers from 0 to {MOST:,}"
         )
-        self._check(
+        self._check_field(
             "hidden_dropout_prob", 0 <= self.hidden_dropout_prob <= 1, "numbers from 0 to 1"
         )
         if (
@@ -130,6 +132,6 @@ class HsaEncoderConfig(PreTrainedConfig):
             )
         super().__post_init__(**kwargs)
 
-    def _check(self, name: str, fine: bool, allowed: str) -> None:
+    def _check_field(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:
             refuse(f"HsaEncoderConfig.{name}", getattr(self, name), allowed)

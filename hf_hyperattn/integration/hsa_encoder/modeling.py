@@ -157,19 +157,19 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         Raises:
             ValueError: neither signal, one that the model was not made for, or shapes that do not fit.
         """
-        self._check(input_ids, attention_mask, pixel_values, hierarchy)
+        self._check_inputs(input_ids, attention_mask, pixel_values, hierarchy)
         parts = []
         if input_ids is not None:
-            parts.append(self._embedded_text(input_ids, attention_mask))
+            parts.append(self._embed_text(input_ids, attention_mask))
         if pixel_values is not None:
-            parts.append(self._embedded_image(pixel_values))
+            parts.append(self._embed_image(pixel_values))
         x, real = (
             torch.cat([part for part, _ in parts], 1),
             torch.cat([mask for _, mask in parts], 1),
         )
         tree = mask = None
         if self.config.attention == "tree":
-            tree = self._tree(input_ids, attention_mask, pixel_values, hierarchy)
+            tree = self._build_tree(input_ids, attention_mask, pixel_values, hierarchy)
         elif not bool(real.all()):
             mask = real[:, None, None]
         states = [x]
@@ -193,7 +193,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             hidden_states=tuple(states) if shown else None,
         )
 
-    def _check(self, input_ids, attention_mask, pixel_values, hierarchy) -> None:
+    def _check_inputs(self, input_ids, attention_mask, pixel_values, hierarchy) -> None:
         """Raise for signals that there are not, and a mask or hierarchy that nothing would look at."""
         for name, signal, module, field in (
             ("input_ids", input_ids, self.words, "vocab_size"),
@@ -217,7 +217,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
                 "hierarchy was given to a model with attention='flat', which has none; allowed: None"
             )
 
-    def _embedded_text(
+    def _embed_text(
         self, input_ids: Tensor, attention_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         real = (
@@ -241,7 +241,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             x = x + self.places((real.cumsum(1) - 1).clamp_min(0))
         return x, real
 
-    def _embedded_image(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+    def _embed_image(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         size, channels = self.config.image_size, self.config.num_channels
         if pixel_values.shape[1:] != (channels, size, size):
             raise ValueError(
@@ -254,14 +254,16 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             x = x + self.patch_places.weight
         return x, torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
-    def _tree(self, input_ids, attention_mask, pixel_values, hierarchy) -> Hierarchy:
+    def _build_tree(self, input_ids, attention_mask, pixel_values, hierarchy) -> Hierarchy:
         """One tree over all tokens."""
         if input_ids is None:
             return image_tree(self.side)
-        text = self._text_tree(input_ids, attention_mask, hierarchy)
+        text = self._build_text_tree(input_ids, attention_mask, hierarchy)
         return text if pixel_values is None else joined_tree(text, self.side)
 
-    def _text_tree(self, input_ids: Tensor, attention_mask: Tensor | None, hierarchy) -> Hierarchy:
+    def _build_text_tree(
+        self, input_ids: Tensor, attention_mask: Tensor | None, hierarchy
+    ) -> Hierarchy:
         batch, length = input_ids.shape
         real = torch.ones(1, length) if attention_mask is None else attention_mask.cpu()
         if hierarchy is None:
