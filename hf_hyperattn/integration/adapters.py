@@ -431,7 +431,7 @@ def _hotswap_adapter(original, model, state_dict, adapter_name, *args, **kwargs)
     kept = {key: new.get(key, tensor.clone()) for key, tensor in there.items()}
     lora_only = {key: tensor for key, tensor in state_dict.items() if key not in new}
     original(model, lora_only, adapter_name, *args, **kwargs)
-    # 3. Write the new values, and those of all other adapters back.
+    # 3. Write the new values, and restore the values of all other adapters.
     for key, tensor in there.items():
         tensor.copy_(kept[key])
     for _, _, adapter in hyper_adapters(model):
