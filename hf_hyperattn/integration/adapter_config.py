@@ -231,6 +231,7 @@ def normalize_record(config: HyperAttnConfig, prefix: str) -> dict:
 
 @wrap("from_json_file", PeftConfigMixin)
 def _read_adapter_config(original, cls, path_json_file, **kwargs):
+    """Read adapter_config.json as a dict that plain PEFT accepts."""
     if Path(path_json_file).exists():
         # A damaged file raises an error of one line here, before PEFT reads it.
         read_json(Path(path_json_file))
@@ -248,6 +249,7 @@ def _read_adapter_config(original, cls, path_json_file, **kwargs):
 @wrap("from_peft_type", PeftConfigMixin)
 def _make_adapter_config(original, cls, **kwargs):
     # PEFT would drop an unknown key with a warning, so ours becomes an attribute afterwards.
+    """Build a PEFT config that remembers the base of its adapter."""
     saved = kwargs.pop(SAVED_BASE, None)
     config = original(cls, **kwargs)
     if saved is not None:
@@ -257,6 +259,7 @@ def _make_adapter_config(original, cls, **kwargs):
 
 @wrap("save_pretrained", PeftConfigMixin)
 def _write_adapter_config(original, self, save_directory, **kwargs):
+    """Write adapter_config.json with the base of the adapter, and hyperattn_config.json."""
     original(self, save_directory, **kwargs)
     hyperattn = getattr(self, "hyperattn", None)
     if isinstance(hyperattn, HyperAttnConfig):

@@ -93,12 +93,14 @@ def check_place(model: nn.Module, config) -> None:
 
 @wrap("inject_adapter", BaseTuner)
 def _inject_adapter(original, self, model, adapter_name, *args, **kwargs):
+    """Check the adapter before PEFT changes any module."""
     check_place(model, self.peft_config[adapter_name])
     return original(self, model, adapter_name, *args, **kwargs)
 
 
 @wrap("add_adapter", PeftModel)
 def _add_adapter(original, self, adapter_name, peft_config, *args, **kwargs):
+    """Check an adapter that PEFT adds without injecting modules."""
     if peft_config.is_prompt_learning:
         # Prompt learning injects nothing, so `_inject_adapter` is never called.
         check_place(self.base_model, peft_config)
@@ -110,6 +112,7 @@ def _add_adapter(original, self, adapter_name, peft_config, *args, **kwargs):
 
 @wrap("load_adapter", PeftModel)
 def _load_adapter(original, self, *args, **kwargs):
+    """Load an adapter, and raise if an added parameter has no counterpart."""
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     name = arguments["adapter_name"]
     with explain_lost_keys():
@@ -170,6 +173,7 @@ def warn_of_other_patch(model: PeftModel, name: str, where: str, options: dict[s
 
 @wrap("load_adapter", PeftAdapterMixin)
 def _load_natively(original, self, *args, **kwargs):
+    """Load an adapter by Transformers' own `load_adapter`, completely or not at all."""
     result = original(self, *args, **kwargs)
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     name = arguments.get("adapter_name") or "default"
@@ -245,6 +249,7 @@ def adapter_weights(arguments: dict[str, Any]) -> dict:
 
 @wrap("set_adapter", ModulesToSaveWrapper)
 def _set_adapter(original, self, adapter_names, *args, **kwargs):
+    """Select the copy of `hyper`, and refuse two adapters that both have one."""
     if isinstance(self.original_module, Hyper):
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         # PEFT fails on adapters that have no copy of `hyper`.
@@ -255,6 +260,7 @@ def _set_adapter(original, self, adapter_names, *args, **kwargs):
 
 @wrap("check_set_adapter", ModulesToSaveWrapper)
 def _check_set(original, self, adapter_name):
+    """Refuse two adapters with added parameters before PEFT switches any module."""
     if isinstance(self.original_module, Hyper) and not isinstance(adapter_name, str):
         refuse_two([name for name in adapter_name if name in self.modules_to_save], "set_adapter")
     return original(self, adapter_name)
@@ -262,6 +268,7 @@ def _check_set(original, self, adapter_name):
 
 @wrap("enable_adapters", PeftAdapterMixin)
 def _enable_adapters(original, self, *args, **kwargs):
+    """Enable the copies of `hyper`, too."""
     result = original(self, *args, **kwargs)
     for _, wrapper in hyper_wrappers(self):
         wrapper.enable_adapters(True)
@@ -293,6 +300,7 @@ def _disable_adapter(original, self, *args, **kwargs) -> Iterator[None]:
 
 @wrap("_check_forward_args", ModulesToSaveWrapper)
 def _check_rows(original, self, *args, **kwargs):
+    """Refuse to mix adapters with added parameters in one batch."""
     if isinstance(self.original_module, Hyper) and kwargs.get("adapter_names") is not None:
         raise ValueError(
             "adapter_names= mixes adapters in one batch, and these hold added parameters ('hyper'), which change "
@@ -306,6 +314,7 @@ def _check_rows(original, self, *args, **kwargs):
 
 @wrap("merge_and_unload", BaseTuner)
 def _merge_and_unload(original, self, progressbar=False, safe_merge=False, adapter_names=None):
+    """Merge adapters, and leave the `hyper` that was merged in place of its wrapper."""
     with unwrapped_hyper(self, adapter_names or self.active_adapters, safe_merge):
         return original(
             self, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
@@ -314,6 +323,7 @@ def _merge_and_unload(original, self, progressbar=False, safe_merge=False, adapt
 
 @wrap("unload", BaseTuner)
 def _unload_adapters(original, self):
+    """Unload all adapters, and leave the base model's `hyper` in place of its wrapper."""
     with unwrapped_hyper(self, []):
         return original(self)
 
@@ -356,6 +366,7 @@ def unwrapped_hyper(tuner: BaseTuner, names: list[str], check: bool = False) -> 
 @wrap("merge_adapter", BaseTuner)
 def _merge_adapter(original, self, adapter_names: Any = None, *args, **kwargs):
     # Without names PEFT merges the active adapters, and their copies of `hyper` run already.
+    """Merge adapters only if the active added parameters belong to them."""
     for _, wrapper in hyper_wrappers(self.model) if adapter_names else ():
         # PEFT merges LoRA matrices only. A copy of `hyper` that stays active must belong to a
         # merged adapter.
@@ -387,12 +398,14 @@ def refuse_hyper(model: nn.Module, names, what: str) -> None:
 @wrap("add_weighted_adapter", IA3Model)
 @wrap("add_weighted_adapter", LoraModel)
 def _add_weighted(original, self, adapters, *args, **kwargs):
+    """Refuse to average adapters with added parameters."""
     refuse_hyper(self.model, adapters, "add_weighted_adapter")
     return original(self, adapters, *args, **kwargs)
 
 
 @wrap("rescale_adapter_scale", peft.helpers)
 def _rescale_adapter(original, model, multiplier):
+    """Refuse to rescale adapters with added parameters."""
     paths = [f"{host}.hyper" for host, _, _ in hyper_adapters(model)]
     paths += [path for path, _ in hyper_wrappers(model)]
     if paths:
@@ -414,6 +427,11 @@ def _convert_to_lora(original, self, output_state_dict, *args, **kwargs):
 
 @wrap("hotswap_adapter_from_state_dict", peft.utils.hotswap)
 def _hotswap_adapter(original, model, state_dict, adapter_name, *args, **kwargs):
+    """Swap the added parameters together with the LoRA matrices.
+
+    Raises:
+        ValueError: Only one of the two adapters has added parameters, or a wrapper holds them.
+    """
     refuse_hyper(model, [adapter_name], "hot-swapping")
     # 1. Both adapters must have the same added parameters.
     # `.lora_hyper.` holds the added parameters of all adapters that patch the base themselves.

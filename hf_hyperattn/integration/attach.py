@@ -152,11 +152,9 @@ def match_names(names: list[str], recorded: Sequence[str], base: PreTrainedModel
         # Llama for question answering names its base model `transformer`. Transformers fails to
         # load such weights, too.
         renamed = any(name.partition(".")[2] == missing[0].partition(".")[2] for name in names)
-        advice = (
-            "; save the bare model, model.base_model.save_pretrained(...), and load that"
-            if renamed
-            else ""
-        )
+        advice = ""
+        if renamed:
+            advice = "; save the bare model, model.base_model.save_pretrained(...), and load that"
         raise ValueError(
             f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
             f"allowed: {', '.join(names[:3]) or 'none'}, ...{advice}"

@@ -97,9 +97,9 @@ def attention_function(named: Any = None) -> Callable:
             note_reached(module)
         if keywords.get("cache") is not None:
             key, value = update_paged(module, key, value, attention_mask, keywords)
+        weights = wants_weights(module, keywords)
         # Patched modules keep their layers in the child `hyper`. A mechanism's name has shared
         # layers.
-        weights = wants_weights(module, keywords)
         layers = module._modules.get("hyper") if named is None else find_named_layers(module, named)
         if layers is None:
             return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
@@ -201,8 +201,16 @@ def read_call(
         dropout_p=float(get("dropout") or 0.0),
         any_rounding=getattr(config, STOCK, None) == HYPER_DOT,
     )
-    # Tests of a dictionary come first: these features are rare, and this code runs for every layer
+    # The tests come before the calls: these features are rare, and this code runs for every layer
     # and token.
+    hierarchy = hierarchy_of_call(module, keywords) if has_context else get("hierarchy")
+    reads_hidden = compiling or HIDDEN in attributes
+    hidden = hidden_states_of_call(module, query.shape[2]) if reads_hidden else None
+    has_ranks = dist.is_available() and dist.is_initialized()
+    heads = heads_of_rank(module, query.shape[1]) if has_ranks else None
+    backend = getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto")
+    has_chunks = hasattr(config, "attention_chunk_size")
+    reads_cache = CACHE in attributes and not compiling
     return HostCall(
         query=query if factor == 1.0 else query / factor,
         key=key,
@@ -210,20 +218,13 @@ def read_call(
         scale=scale * factor,
         is_causal=visible.is_causal,
         options=options,
-        keywords={
-            **keywords,
-            "hierarchy": hierarchy_of_call(module, keywords) if has_context else get("hierarchy"),
-        },
+        keywords={**keywords, "hierarchy": hierarchy},
         first=visible.first,
-        hidden=hidden_states_of_call(module, query.shape[2])
-        if compiling or HIDDEN in attributes
-        else None,
-        heads=heads_of_rank(module, query.shape[1])
-        if dist.is_available() and dist.is_initialized()
-        else None,
-        backend=getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto"),
-        chunk=chunk_size_of(module) if hasattr(config, "attention_chunk_size") else None,
-        cache=cache_of_call(module) if CACHE in attributes and not compiling else None,
+        hidden=hidden,
+        heads=heads,
+        backend=backend,
+        chunk=chunk_size_of(module) if has_chunks else None,
+        cache=cache_of_call(module) if reads_cache else None,
     )
 
 
@@ -325,7 +326,8 @@ def position_hides(module: nn.Module) -> bool:
 def is_causal_host(module: nn.Module) -> bool:
     """Return whether the queries of an attention layer see only earlier keys.
 
-    The default is the same as for SDPA.
+    A module without the attribute `is_causal` counts as causal, as in Transformers' SDPA function,
+    unless its masks must contain causality.
     """
     return bool(getattr(module, "is_causal", position_hides(module)))
 
@@ -370,9 +372,9 @@ class Layers(nn.Module):
         # Start from plain softmax attention, and let every layer change its stage of the plan.
         query, key = call.query, call.key
         terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
-        plan = host_plan = Plan(
-            call, PairScore(query, key, terms, call.scale), call.value, call.options
-        )
+        score = PairScore(raw_query=query, raw_key=key, terms=terms, scale=call.scale)
+        host_plan = Plan(call=call, score=score, value=call.value, options=call.options)
+        plan = host_plan
         for layer in layers:
             plan = layer(plan)
         if plan is host_plan and self.heads is not None:
@@ -388,15 +390,10 @@ class Layers(nn.Module):
             out, attention_weights = plan.run(weights=weights)
         if rank is not None and everything:
             out = rank.rows(out, 1)
-            attention_weights = (
-                None if attention_weights is None else rank.rows(attention_weights, 1)
-            )
-        if (
-            torch.is_grad_enabled()
-            and self.heads is not None
-            and stock is not None
-            and self.starts(call)
-        ):
+            if attention_weights is not None:
+                attention_weights = rank.rows(attention_weights, 1)
+        can_start = torch.is_grad_enabled() and self.heads is not None
+        if can_start and stock is not None and self.starts(call):
             # A fresh patch must not change the loss: take the values of the original attention,
             # which may differ in the last bit, and the gradients of ours.
             with torch.no_grad():

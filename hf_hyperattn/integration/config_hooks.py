@@ -50,6 +50,7 @@ CONFIG: Any = PreTrainedConfig
 
 @wrap("to_dict", PreTrainedConfig)
 def _to_dict(original, self):
+    """Add the running name, and the record of a user's own score, to the dict."""
     values = original(self)
     name = saved_name(self)
     if name:
@@ -67,6 +68,7 @@ def _to_dict(original, self):
 @wrap("from_dict", PreTrainedConfig)
 def _from_dict(original, cls, config_dict, **kwargs):
     # Read the saved name first: Transformers writes the requested one into `config_dict`.
+    """Warn if the caller's name replaces a saved name of ours."""
     saved = config_dict.get("attn_implementation")
     requested = kwargs.get("attn_implementation")
     result = original(cls, config_dict, **kwargs)
@@ -78,6 +80,7 @@ def _from_dict(original, cls, config_dict, **kwargs):
 
 @wrap("_from_config", PreTrainedModel)
 def _from_config(original, cls, config, **kwargs):
+    """Build a model without changing a config that another model runs on."""
     if kwargs.get("attn_implementation") is not None and running_on(config):
         # Transformers sets the name on this config, which another model already runs on.
         config = copy.deepcopy(config)
@@ -166,6 +169,11 @@ def allow_output_attentions() -> None:
     import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager,
 )
 def _switch_attention(original, self, model, *args, **kwargs):
+    """Keep our names in continuous batching, and refuse mechanisms that need positions.
+
+    Raises:
+        ValueError: A mechanism needs the position of every key in its own text.
+    """
     if model.config._attn_implementation not in OURS:
         return original(self, model, *args, **kwargs)
     # Mechanisms that run by name, and patched ones.
@@ -187,6 +195,7 @@ def _switch_attention(original, self, model, *args, **kwargs):
 @wrap("attn_mask_is_needed", import_module(f"{BATCHING}.input_outputs"))
 def _needs_mask(original, config):
     # Without a mask the requests of a step would see each other.
+    """Return whether continuous batching must make a mask."""
     return config._attn_implementation in OURS or original(config)
 
 

@@ -81,6 +81,7 @@ class NotesHidden:
 
 
 def _make_noting(make: Callable, arguments: tuple) -> nn.Module:
+    """Rebuild a pickled attention layer: first the original class, then the subclass."""
     module = make(*arguments)
     stock: Any = type(module)
     module.__class__ = noting_class(stock)

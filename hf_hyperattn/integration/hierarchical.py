@@ -58,6 +58,7 @@ class Accepting:
 
 
 def _make_empty(stock: Any) -> nn.Module:
+    """Return an instance without attributes, which unpickling fills."""
     cls: Any = accepting_class(stock)
     return cls.__new__(cls)
 

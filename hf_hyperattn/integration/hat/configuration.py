@@ -94,12 +94,12 @@ class HatEncoderConfig(PreTrainedConfig):
 
     @property
     def cross_blocks(self) -> tuple[int, ...]:
-        """The number of cross-segment blocks after each segment-wise block."""
+        """Return the number of cross-segment blocks after each segment-wise block."""
         return counts(self.layout, self.num_hidden_layers)
 
     @property
     def max_segments(self) -> int:
-        """The largest number of segments of a text.
+        """Return the largest number of segments of a text.
 
         It has room for a CLS token in front of the text, if there is a CLS token id.
         """

@@ -46,7 +46,7 @@ class _HatWithHead(HatPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
 
     def compute_logits(self, body: HatModelOutput) -> Tensor:
-        """Return the logits of the head."""
+        """Return the logits of every token, [B, N, num_labels]."""
         return self.classifier(self.dropout(body.last_hidden_state))
 
     def compute_loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
@@ -112,9 +112,11 @@ class HatForSequenceClassification(_HatWithHead):
     output = SequenceClassifierOutput
 
     def compute_logits(self, body: HatModelOutput) -> Tensor:
+        """Return the logits of every text, [B, num_labels]."""
         return self.classifier(self.dropout(body.pooler_output))
 
     def compute_loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
+        # Transformers' losses have different signatures for each task.
         return self.loss_function(
             labels=labels, pooled_logits=logits, config=self.config, **keywords
         )
@@ -130,10 +132,12 @@ class HatForMaskedLM(_HatWithHead):
     If the embeddings are tied, the output layer uses the table of word embeddings.
     """
 
+    # Our name of the output layer -> the name of the table that it shares.
     _tied_weights_keys = {"lm_head.decoder.weight": "hat.embeddings.words.weight"}
     output = MaskedLMOutput
 
     def add_head(self, config: HatEncoderConfig) -> None:
+        """Make the language modelling head, without dropout and classifier."""
         self.lm_head = HatLMHead(config)
 
     def get_output_embeddings(self):
@@ -145,6 +149,7 @@ class HatForMaskedLM(_HatWithHead):
         self.lm_head.decoder = value
 
     def compute_logits(self, body: HatModelOutput) -> Tensor:
+        """Return the logits of every token, [B, N, vocab_size]."""
         return self.lm_head(body.last_hidden_state)
 
     def compute_loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:

@@ -26,7 +26,7 @@ from .configuration import HatEncoderConfig
 
 
 class HatEmbeddings(nn.Module):
-    """Sum of word, type and position embeddings, [T, W, embedding_size] to [T, W, hidden_size].
+    """Sum of word, type and position embeddings for a batch of segments.
 
     T is the number of segments in the batch, W the number of places in a segment.
     """
@@ -43,7 +43,7 @@ class HatEmbeddings(nn.Module):
         self.project = nn.Linear(width, config.hidden_size) if width != config.hidden_size else None
 
     def forward(self, words: Tensor, kinds: Tensor | None) -> Tensor:
-        """Embed a batch of segments.
+        """Return the embeddings of the segments, [T, W, hidden_size].
 
         Args:
             words: Word embeddings [T, W, embedding_size].
@@ -96,7 +96,7 @@ class HatAttention(nn.Module):
 
 
 class HatBlock(GradientCheckpointingLayer):
-    """A post-norm transformer block: norm(x + attention(x)), then the same with a two-layer MLP."""
+    """Post-norm transformer block: norm(x + attention(x)), then the same with an MLP."""
 
     def __init__(self, config: HatEncoderConfig):
         super().__init__()
@@ -188,7 +188,9 @@ class HatPreTrainedModel(PreTrainedModel):
 
 
 class HatModel(HatPreTrainedModel):
-    """Encoder of texts of up to `config.max_position_embeddings` tokens; see `HatModelOutput`.
+    """Encoder of texts of up to `config.max_position_embeddings` tokens.
+
+    Its output is a `HatModelOutput`.
 
     Args:
         add_pooling_layer: Whether `pooler_output` passes through a linear map and
@@ -372,6 +374,7 @@ class HatModel(HatPreTrainedModel):
             recorded: Lists for further outputs, by name. This method appends to them.
             keywords: For the attention function.
         """
+        # The masks are the same for all blocks. `rows` only gives the shape here.
         rows = segments.cls_rows(x)
         # Transformers reads the values of these masks. On the meta device there are none.
         filled, present = (None if m.is_meta else m for m in (segments.filled, segments.present))
@@ -389,6 +392,8 @@ class HatModel(HatPreTrainedModel):
             if within is not None:
                 # From packed segments [T, ...] to texts [B, S, ...]. Missing segments get 0.
                 within.append(_require_weights(weights)[segments.members] * exists)
+            # The cross-segment blocks after this one let the CLS rows of a text exchange
+            # information.
             for _ in range(number):
                 rows = segments.cls_rows(x)
                 positions = self.segment_positions(torch.arange(rows.shape[1], device=rows.device))
