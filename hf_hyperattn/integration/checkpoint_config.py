@@ -112,7 +112,11 @@ def write_records(model: PreTrainedModel) -> None:
 def _write_record(part: PreTrainedModel) -> set[int]:
     """Write the record of one part, and return the ids of its recorded attention layers."""
     hosts = dict(patched_hosts(part))
-    record = make_record({name: inner(host.hyper) for name, host in hosts.items()})
+    # As `inner` does, but without a function call for every layer on every load.
+    hypers = {
+        name: getattr(host.hyper, "original_module", host.hyper) for name, host in hosts.items()
+    }
+    record = make_record(hypers)
     if record is None:
         if recorded_hosts(part.config) is not None:
             delattr(part.config, "hyperattn")

@@ -55,10 +55,11 @@ def _to_dict(original, self):
     name = saved_name(self)
     if name:
         values["attn_implementation"] = name
-        config = named_configs().get(str(name))
-        if "hyperattn" not in values and isinstance(config, ScoreConfig):
-            # A score of the user's own: the record names the module that a reader must import.
-            values["hyperattn"] = HyperAttnConfig([config], mode="replace").to_dict()
+        if "hyperattn" not in values:
+            config = named_configs().get(str(name))
+            if isinstance(config, ScoreConfig):
+                # A score of the user's own: the record names the module that a reader must import.
+                values["hyperattn"] = HyperAttnConfig([config], mode="replace").to_dict()
     elif PATCHED in str(values.get("attn_implementation")):
         # An exported checkpoint left the name, and the model was unpatched since.
         del values["attn_implementation"]
