@@ -69,6 +69,6 @@ class PlainDot:
         return out.to(call.query.dtype), attention_weights
 
     @staticmethod
-    def of(_: nn.Module) -> Callable:
+    def find_layers(_: nn.Module) -> Callable:
         """See `attention_function`."""
         return PlainDot.layers
