@@ -19,7 +19,7 @@ from .attach import all_hosts
 from .checkpoint_config import inner, patched_hosts
 from .hosts import NUMBER
 from .hyper_adapter import active_hyper
-from .patching import base_model, route
+from .patching import base_model, route_families
 from .stock import HYPER_DOT, OURS, PATCHED, RUNNING, stock_name
 
 
@@ -171,7 +171,7 @@ def describe(model: nn.Module, heads: bool = False) -> Description:
     modes = sorted({hyper.config.mode for hyper in hypers})
     mechanisms = [m.to_dict() for hyper in hypers for m in hyper.mechanisms()]
     # Families served by `model_patches` have attention layers only while they are routed.
-    newly_routed = route(base)
+    newly_routed = route_families(base)
     try:
         hosts = [_describe_host(module, host, heads) for _, module, host in all_hosts(base)]
     finally:
