@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
 from torch import nn
 
-from ..integration.checkpoint_config import inner, patched_hosts
+from ..integration.checkpoint_config import patched_hosts, unwrap_hyper
 from ..integration.patching import base_model
 from .perplexity import evaluation_mode
 
@@ -151,7 +151,9 @@ class _Streamer:
 
 def patched_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name of every patched attention layer, and its `hyper`."""
-    return ((name, inner(host.get_submodule("hyper"))) for name, host in patched_hosts(model))
+    return (
+        (name, unwrap_hyper(host.get_submodule("hyper"))) for name, host in patched_hosts(model)
+    )
 
 
 def attention_times(model: nn.Module, ids: torch.Tensor) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
 from .attach import cut_to_depth
-from .checkpoint_config import make_record, patched_hosts, recorded_hosts, saved_name, tree
+from .checkpoint_config import list_configs, make_record, patched_hosts, recorded_hosts, saved_name
 from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
 from .hyper_adapter import base_hyper, hyper_adapters
@@ -126,7 +126,7 @@ def describe_base(model: PreTrainedModel) -> dict | None:
     """
     patched = any(base_hyper(host) is not None for _, host in patched_hosts(model))
     conversion = conversion_of(model)
-    names = {c._attn_implementation for c in tree(model.config)} & OURS
+    names = {c._attn_implementation for c in list_configs(model.config)} & OURS
     facts: dict[str, Any] = {}
     # The name of patched models alone proves nothing: an unpatched model may share its config with
     # a patched one.

@@ -24,7 +24,7 @@ from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
 from .cache_of_call import add_cache_hooks
-from .checkpoint_config import all_configs, erase_records, parts, ranks_of, write_records
+from .checkpoint_config import all_configs, erase_records, list_models, ranks_of, write_records
 from .decay import WATCH
 from .first_call import watch_first_calls
 from .hidden import check_forward, note_hidden
@@ -106,7 +106,7 @@ def resolve_stock(model: PreTrainedModel) -> None:
         warn_of_missing_function(vars(config)[STOCK], type(model).__name__)
         run_beneath(config)
     # 2. Transformers may refuse the name for a family or machine. Its own default then takes over.
-    for part in parts(model):
+    for part in list_models(model):
         if marked(part.config):
             check = partial(part.get_correct_attn_implementation, is_init_check=True)
             try:

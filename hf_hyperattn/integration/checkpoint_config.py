@@ -61,7 +61,7 @@ def patched_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return iter(hosts)
 
 
-def inner(module: Any) -> Any:
+def unwrap_hyper(module: Any) -> Any:
     """Return the `Hyper` inside PEFT's wrapper, or the module itself if it is not wrapped."""
     return getattr(module, "original_module", module)
 
@@ -77,7 +77,7 @@ def recorded_hosts(config: Any) -> list[str] | None:
 
 def is_recorded(config: Any) -> bool:
     """Return whether a config, or one below it, records patched attention layers."""
-    return any(recorded_hosts(part) is not None for part in tree(config))
+    return any(recorded_hosts(part) is not None for part in list_configs(config))
 
 
 def write_records(model: PreTrainedModel) -> None:
@@ -91,7 +91,7 @@ def write_records(model: PreTrainedModel) -> None:
     if not hosts:
         return erase_records(all_configs(model))
     configs = {id(host.config): host.config for host in hosts.values()}
-    if not configs.keys() <= set(map(id, tree(model.config))):
+    if not configs.keys() <= set(map(id, list_configs(model.config))):
         # T5's encoder and decoder run on copies of the config, which every load makes again.
         configs[id(model.config)] = model.config
     for config in configs.values():
@@ -99,7 +99,7 @@ def write_records(model: PreTrainedModel) -> None:
     # A part writes no record if its layers differ. Another part must then have recorded each of
     # them.
     recorded: set[int] = set()
-    for part in parts(model):
+    for part in list_models(model):
         recorded |= _write_record(part)
     missing = [name for name, host in hosts.items() if id(host) not in recorded]
     if missing:
@@ -112,7 +112,7 @@ def write_records(model: PreTrainedModel) -> None:
 def _write_record(part: PreTrainedModel) -> set[int]:
     """Write the record of one part, and return the ids of its recorded attention layers."""
     hosts = dict(patched_hosts(part))
-    # As `inner` does, but without a function call for every layer on every load.
+    # As `unwrap_hyper` does, but without a function call for every layer on every load.
     hypers = {
         name: getattr(host.hyper, "original_module", host.hyper) for name, host in hosts.items()
     }
@@ -149,7 +149,7 @@ def without_records(model: PreTrainedModel) -> Iterator[None]:
     config = model.config
     model.config = copy.deepcopy(config)
     try:
-        erase_records(tree(model.config))
+        erase_records(list_configs(model.config))
         yield
     finally:
         model.config = config
@@ -235,7 +235,7 @@ def sub_configs(config: Any) -> list[tuple[str, PreTrainedConfig]]:
     return parts
 
 
-def tree(config: Any) -> list[PreTrainedConfig]:
+def list_configs(config: Any) -> list[PreTrainedConfig]:
     """Return a config and all configs below it."""
     configs = [config]
     # The list grows during the loop, which so reaches all levels.
@@ -252,11 +252,11 @@ def all_configs(model: nn.Module) -> list[PreTrainedConfig]:
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and id(config) not in configs:
-            configs |= {id(part): part for part in tree(config)}
+            configs |= {id(part): part for part in list_configs(config)}
     return list(configs.values())
 
 
-def parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+def list_models(model: PreTrainedModel) -> list[PreTrainedModel]:
     """Return the model and every model inside it with a config of its own.
 
     Of several models on one config, the outermost is returned.

@@ -31,12 +31,12 @@ from .checkpoint_config import (
     LOADING,
     all_configs,
     check_keys,
-    inner,
+    list_configs,
     patched_hosts,
     running_on,
     saved_name,
     sub_configs,
-    tree,
+    unwrap_hyper,
 )
 from .hooks import set_on_models, warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
@@ -106,7 +106,7 @@ def keep_names() -> None:
             # The config is being created, so no model runs on it.
             return _set_name(self, value)
         saved = saved_name(self)
-        before = [(config, getattr(config, INTERNAL, None)) for config in tree(self)]
+        before = [(config, getattr(config, INTERNAL, None)) for config in list_configs(self)]
         try:
             if not LOADING.get():
                 set_on_models(self, value)
@@ -181,7 +181,9 @@ def _switch_attention(original, self, model, *args, **kwargs):
     running = {config._attn_implementation for config in all_configs(model)}
     mechanisms = [config for name, config in named_configs().items() if name in running]
     mechanisms += [
-        config for _, host in patched_hosts(model) for config in inner(host.hyper).mechanisms()
+        config
+        for _, host in patched_hosts(model)
+        for config in unwrap_hyper(host.hyper).mechanisms()
     ]
     for config in mechanisms:
         if config.positional:

@@ -16,7 +16,7 @@ from ..mechanisms.base import Host
 from ..readable import can_read
 from ..registry import MECHANISMS
 from .attach import all_hosts
-from .checkpoint_config import inner, patched_hosts
+from .checkpoint_config import patched_hosts, unwrap_hyper
 from .hosts import NUMBER
 from .hyper_adapter import active_hyper
 from .patching import base_model, route_families
@@ -167,7 +167,7 @@ def describe(model: nn.Module, heads: bool = False) -> Description:
         LlamaForCausalLM: 10 of 30 hosts patched (blend), 270 parameters added to 134,515,008
     """
     base = base_model(model)
-    hypers = [inner(host.hyper) for _, host in patched_hosts(base)]
+    hypers = [unwrap_hyper(host.hyper) for _, host in patched_hosts(base)]
     modes = sorted({hyper.config.mode for hyper in hypers})
     mechanisms = [m.to_dict() for hyper in hypers for m in hyper.mechanisms()]
     # Families served by `model_patches` have attention layers only while they are routed.

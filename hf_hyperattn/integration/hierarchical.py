@@ -19,7 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
 from ..registry import MECHANISMS
-from .checkpoint_config import inner, patched_hosts, tree
+from .checkpoint_config import list_configs, patched_hosts, unwrap_hyper
 from .class_swap import swap_class
 from .hierarchy_context import (
     CONTEXT,
@@ -212,7 +212,8 @@ def resolve_names(model: PreTrainedModel) -> None:
     names = {name for mechanism in reading for name in mechanism.names}
     # 1. No mechanism runs by name. A patched model keeps what `accept_hierarchy` set up for it.
     if not any(
-        getattr(config, "_attn_implementation", None) in names for config in tree(model.config)
+        getattr(config, "_attn_implementation", None) in names
+        for config in list_configs(model.config)
     ):
         accepts_by_patch = any(patched_hosts(model)) and PART in model.__dict__
         if isinstance(model, Accepting) and not accepts_by_patch:
@@ -229,7 +230,9 @@ def resolve_names(model: PreTrainedModel) -> None:
     # 3. Patched attention layers.
     patched = {mechanism.name for mechanism in reading}
     hosts += [
-        host for _, host in patched_hosts(model) if patched & inner(host.hyper)._modules.keys()
+        host
+        for _, host in patched_hosts(model)
+        if patched & unwrap_hyper(host.hyper)._modules.keys()
     ]
     if hosts:
         accept_hierarchy(model, hosts)

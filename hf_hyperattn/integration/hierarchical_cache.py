@@ -17,7 +17,7 @@ from ..mechanisms.selection.cache import Keep, KeepWindows, LayerCache
 from ..mechanisms.sparse.evicted import reaches_of
 from ..mechanisms.sparse.layer import SparseLayer
 from ..readable import is_recorded
-from .checkpoint_config import inner, patched_hosts
+from .checkpoint_config import patched_hosts, unwrap_hyper
 from .forgotten import ForgottenTokens
 from .hosts import host_facts
 
@@ -194,7 +194,7 @@ def choose_keeps(model, layers: list[int]) -> dict[int, Keep]:
 
 def _choose_keep(name: str, host) -> KeepWindows | tuple | str:
     """Return the tokens that an attention layer must keep, or the reason why all must stay."""
-    hyper = inner(host.hyper)
+    hyper = unwrap_hyper(host.hyper)
     layers = hyper.layers()
     layer = layers[0]
     if len(layers) != 1 or not layer.reads_forgotten or layer.mode != "replace":

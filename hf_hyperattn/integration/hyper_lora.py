@@ -37,7 +37,7 @@ from ..selection import Choice
 from .adapter_config import hyper_wrappers, normalize_record
 from .attach import Selected, build_hypers, cut_to_depth, mark_initialized
 from .cache_of_call import add_cache_hooks, remove_cache_hooks
-from .checkpoint_config import RECORD, inner, patched_hosts, write_records
+from .checkpoint_config import RECORD, patched_hosts, unwrap_hyper, write_records
 from .first_call import watch_first_calls
 from .hidden import note_hidden, stop_noting
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
@@ -554,7 +554,7 @@ def following_adapters(base: PreTrainedModel) -> Iterator[None]:
     patched = {id(host): host for _, host in patched_hosts(base)}
     layers = []
     for key, host in hosts.items():
-        layers.append((host, inner(host.hyper).layers() if key in patched else []))
+        layers.append((host, unwrap_hyper(host.hyper).layers() if key in patched else []))
     connect_hooks(base, layers)
     write_records(base)
     # Parts that run a mechanism with a hierarchy by name keep their `hierarchy=` argument.

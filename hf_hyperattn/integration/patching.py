@@ -35,12 +35,12 @@ from .call import note_all
 from .checkpoint_config import (
     all_configs,
     erase_records,
-    inner,
     inner_models_of,
+    list_configs,
     patched_hosts,
     recorded_hosts,
     running_on,
-    tree,
+    unwrap_hyper,
 )
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
 from .first_call import stop_watching
@@ -175,7 +175,9 @@ def _unpatch_or_restore(model: nn.Module) -> nn.Module:
         return model if original is base else original
     if not hosts and not recorded:
         names = {
-            c._attn_implementation for c in tree(base.config) if c._attn_implementation in OURS
+            c._attn_implementation
+            for c in list_configs(base.config)
+            if c._attn_implementation in OURS
         }
         how = f"runs attn_implementation={min(names)!r} by name" if names else "is not patched"
         raise ValueError(
@@ -212,7 +214,7 @@ def check_whole_model(base: PreTrainedModel, count: int) -> None:
 def take_off(base: PreTrainedModel) -> None:
     """Remove every `hyper`, its hooks and its records."""
     hosts = dict(patched_hosts(base))
-    newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
+    newly_routed = any(unwrap_hyper(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
         del host.hyper
         stop_noting(host)
@@ -240,7 +242,7 @@ def rollback_on_error(model: nn.Module) -> Iterator[None]:
         things[id(module)] = module
         for value in module.__dict__.values():
             if isinstance(value, PreTrainedConfig):
-                things |= {id(part): part for part in tree(value)}
+                things |= {id(part): part for part in list_configs(value)}
     before = []
     for thing in things.values():
         contents = {

@@ -15,7 +15,7 @@ from ..config import HyperAttnConfig
 from .attach import patch_from_record, resolve_stock
 from .attention import family_mask, patched_forward
 from .call import note_all
-from .checkpoint_config import INTERNAL, all_configs, patched_hosts, saved_name, tree
+from .checkpoint_config import INTERNAL, all_configs, list_configs, patched_hosts, saved_name
 from .conversions import rebuild_conversion
 from .record_check import check_loaded
 from .stock import PATCHED, RUNNING, marked, run_beneath
@@ -43,7 +43,7 @@ class Patched(Stock):
 
     def __init__(self, config, *args, **kwargs):
         # This copy registers a name of its own (see `stock.RUNNING`), not the one in config.json.
-        ours = [part for part in tree(config) if part._attn_implementation == PATCHED]
+        ours = [part for part in list_configs(config) if part._attn_implementation == PATCHED]
         for part in ours:
             setattr(part, INTERNAL, RUNNING)
         self.__dict__[REQUESTED] = ours

@@ -25,7 +25,7 @@ from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
 from ..attach import Selected, attach_hypers, mark_initialized, resolve_overrides
 from ..call import note_all
-from ..checkpoint_config import inner
+from ..checkpoint_config import unwrap_hyper
 from ..conversions import Conversion, keep_parts, register_conversion
 from ..offloaded import drop_weights, in_memory, is_offloaded, offload_like, without_weights
 from ..patching import (
@@ -397,7 +397,7 @@ def install_parts(
     """
     attach_hypers(model, resolve_overrides(config, selected, model), selected, newly_routed)
     for part in parts:
-        hyper: Any = inner(part.module.hyper)
+        hyper: Any = unwrap_hyper(part.module.hyper)
         with torch.no_grad():
             hyper.collaborative.mixing.copy_(part.result.mixing)
         for name, module in part.modules.items():
