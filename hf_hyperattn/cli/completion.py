@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from hyperattn_cli import COMMANDS, Parser, build_parser, patches
+from hyperattn_cli import COMMANDS, Parser, build_parser, patch_names
 
 #: Options whose values are names of mechanisms.
 NAMES = ("--mechanism", "--mechanisms")
@@ -45,7 +45,7 @@ def allowed(action: argparse.Action) -> list[str]:
     """The words that an option or argument takes, where they are few."""
     if action.choices:
         return [str(word) for word in action.choices]
-    return patches() if any(option in NAMES for option in action.option_strings) else []
+    return patch_names() if any(option in NAMES for option in action.option_strings) else []
 
 
 def bash(commands: dict[str, Parser]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hyperattn_cli import MECHANISMS, nearest
+from hyperattn_cli import MECHANISMS, suggest_nearest
 
 from ..folders import check_replaceable
 from ..inject import Allocation, hsa, sparse
@@ -69,7 +69,7 @@ def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong in itself, before anything is read."""
     if args.mechanism not in MECHANISMS:
         allowed = ", ".join(MECHANISMS)
-        close = nearest(args.mechanism, MECHANISMS)
+        close = suggest_nearest(args.mechanism, MECHANISMS)
         raise ValueError(
             f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}{close}"
         )

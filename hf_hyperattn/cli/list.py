@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from hyperattn_cli import all_mechanisms, nearest
+from hyperattn_cli import list_all_mechanisms, suggest_nearest
 
 #: Headings of the overview, by the `group` of each mechanism in mechanisms.json.
 GROUPS = {
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: There is no mechanism of this name.
     """
-    known = all_mechanisms()
+    known = list_all_mechanisms()
     if args.mechanism is None:
         print(
             json.dumps(known, indent=2, ensure_ascii=False) if args.json else format_overview(known)
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     name = next((n for n, about in known.items() if args.mechanism in (n, *about["names"])), None)
     if name is None:
         raise ValueError(
-            f"no mechanism {args.mechanism!r}; allowed: {', '.join(known)}{nearest(args.mechanism, known)}"
+            f"no mechanism {args.mechanism!r}; allowed: {', '.join(known)}{suggest_nearest(args.mechanism, known)}"
         )
     if args.json:
         print(json.dumps({name: known[name]}, indent=2, ensure_ascii=False))

@@ -28,7 +28,7 @@ from hf_hyperattn.cli.models import mechanism_configs
 from hf_hyperattn.integration.conversions import CONVERSIONS
 from hf_hyperattn.registry import MECHANISMS
 from hub_cards import Result
-from hyperattn_cli import COMMANDS, LIGHT, mechanisms, patches
+from hyperattn_cli import COMMANDS, LIGHT, patch_names, read_mechanisms
 from hyperattn_cli import CONVERSIONS as CONVERTED
 
 from . import tiny
@@ -64,8 +64,8 @@ def report(*words, capsys) -> dict:
 
 
 def test_the_shipped_list_is_the_registry():
-    assert set(mechanisms()) == OURS
-    for name, about in mechanisms().items():
+    assert set(read_mechanisms()) == OURS
+    for name, about in read_mechanisms().items():
         mechanism = MECHANISMS[name]
         of_fields = {
             f.name: f.default if f.default_factory is MISSING else f.default_factory()
@@ -82,7 +82,7 @@ def test_the_shipped_list_is_the_registry():
 def test_the_shipped_list_says_what_the_readme_says():
     """Every number with a point or a comma that the list prints stands in the README too."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, about in mechanisms().items():
+    for name, about in read_mechanisms().items():
         assert set(re.findall(r"\d+[.,]\d+", about["use_to"])) <= set(
             re.findall(r"\d+[.,]\d+", readme)
         ), name
@@ -96,7 +96,9 @@ def test_the_shipped_list_says_what_the_readme_says():
 
 
 def test_every_patch_can_be_named():
-    assert {c.mechanism for name in patches() for c in mechanism_configs(name)} == OURS - {"hat"}
+    assert {c.mechanism for name in patch_names() for c in mechanism_configs(name)} == OURS - {
+        "hat"
+    }
     assert mechanism_configs("cone_penumbral+hype") == [
         ha.ConeConfig(variant="penumbral"),
         ha.HypeConfig(),
