@@ -1,4 +1,7 @@
-"""`hyperattn export`: a patched checkpoint, or mechanisms by name, for machines without this package."""
+"""`hyperattn export`: write checkpoints or mechanisms to run without this package.
+
+`integration.export` does the work; this module prints how to load the result.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import json
 
 from ..address import install
 from ..integration.export import export_kernel, export_remote_code
-from .inputs import quiet
+from .inputs import silence_transformers
 
 
 def run(args: argparse.Namespace) -> None:
-    """Export and say how to load it; raises ValueError or OSError for bad input."""
-    quiet()
+    """Export and print how to load the result; raise ValueError for bad input."""
+    silence_transformers()
     if args.remote_code == args.kernel:
         raise ValueError("what to write is not clear; allowed: one of --remote-code and --kernel")
     if args.kernel:
