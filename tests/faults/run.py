@@ -166,7 +166,7 @@ def scenarios(root: Path) -> dict[str, Scenario]:
         def fail(*_):
             raise OSError("no exchange here")
 
-        with exchanged(folders, "_exchange", fail):
+        with exchanged(folders, "_exchange_folders", fail):
             new.save_pretrained(folder / "model", max_shard_size="60KB")
 
     def inject(folder: Path) -> None:
