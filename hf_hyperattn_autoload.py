@@ -40,7 +40,8 @@ class _Finder:
 
     def find_spec(self, name, path=None, target=None):
         try:
-            # Modules whose import began before `register` have no `_Loader` that would report their end.
+            # Modules whose import began before `register` have no `_Loader` that would report their
+            # end.
             if not self.depth:
                 self.load_if_ready()
             if self.loading or name.partition(".")[0] not in WATCHED:
@@ -94,7 +95,8 @@ class _Loader:
             self._loader.exec_module(module)
         finally:
             self._finder.depth -= 1
-        # Only the outermost import is safe: inner modules are used before their parents are complete.
+        # Only the outermost import is safe: inner modules are used before their parents are
+        # complete.
         if not self._finder.depth:
             self._finder.load_if_ready(finished=spec)
 

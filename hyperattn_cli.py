@@ -231,9 +231,10 @@ def add_autoload_options(add: Callable) -> None:
 
     Let HF_HYPERATTN_AUTOLOAD=1 register the names in programs that cannot be edited.
 
-    `on` writes one file, hf_hyperattn_autoload.pth, into the site-packages of this Python; Python reads it when it
-    starts. With HF_HYPERATTN_AUTOLOAD=1 the names are then registered as soon as Transformers is loaded, without an
-    import of this package; otherwise nothing happens. `off` removes the file, `status` says what holds now.
+    `on` writes one file, hf_hyperattn_autoload.pth, into the site-packages of this Python;
+    Python reads it when it starts. With HF_HYPERATTN_AUTOLOAD=1 the names are then registered
+    as soon as Transformers is loaded, without an import of this package; otherwise nothing
+    happens. `off` removes the file, `status` says what holds now.
 
     Examples:
       hyperattn autoload on
@@ -251,11 +252,12 @@ def add_autoload_options(add: Callable) -> None:
 def add_bench_options(add: Callable) -> None:
     """measure time and memory of a model, unpatched and patched
 
-    Measure prefill of --length random tokens and generation after it: time, memory, and whether both models agree.
+    Measure prefill of --length random tokens and generation after it: time, memory, and whether
+    both models agree.
 
-    A model that was saved patched is measured patched and unpatched; an unpatched model needs --mechanism. Times are
-    the shortest of --repeats runs. On a CPU, memory is the peak of the whole process. Logits are compared on up to 128
-    tokens, greedy tokens one by one.
+    A model that was saved patched is measured patched and unpatched; an unpatched model needs
+    --mechanism. Times are the shortest of --repeats runs. On a CPU, memory is the peak of the
+    whole process. Logits are compared on up to 128 tokens, greedy tokens one by one.
 
     Examples:
       hyperattn bench out --length 2048
@@ -276,10 +278,12 @@ def add_bench_options(add: Callable) -> None:
 def add_card_options(add: Callable) -> None:
     """print or write the card of a saved model, adapter or config
 
-    Print the card (README.md) of what save_pretrained wrote: a patched model, an adapter, or a HyperAttnConfig.
+    Print the card (README.md) of what save_pretrained wrote: a patched model, an adapter, or a
+    HyperAttnConfig.
 
-    --facts adds facts that the folder does not hold (licence, base model, measured numbers): a JSON file with fields
-    of hub_cards.Facts. With --write, exit code 1 means that a README.md written or edited by hand was kept.
+    --facts adds facts that the folder does not hold (licence, base model, measured numbers): a
+    JSON file with fields of hub_cards.Facts. With --write, exit code 1 means that a README.md
+    written or edited by hand was kept.
 
     Examples:
       hyperattn card out
@@ -297,13 +301,15 @@ def add_card_options(add: Callable) -> None:
 def add_compare_options(add: Callable) -> None:
     """train mechanisms and a control with equally many parameters, and compare them
 
-    Train LoRA ("none", the control) and LoRA with each mechanism on the first 80 % of the texts, then measure the loss
-    on the rest. All runs have the same number of trainable parameters: LoRA gives up ranks for a mechanism.
+    Train LoRA ("none", the control) and LoRA with each mechanism on the first 80 % of the
+    texts, then measure the loss on the rest. All runs have the same number of trainable
+    parameters: LoRA gives up ranks for a mechanism.
 
-    For each seed, all runs start from the same LoRA matrices and read the same tokens. A few steps are timed first to
-    plan the number of steps that --budget allows; --steps sets it instead. The verdict of each mechanism (better,
-    worse or undecided) is a paired t test over the seeds, with Holm's correction for the number of mechanisms. The
-    report also gives the difference that this many seeds can detect.
+    For each seed, all runs start from the same LoRA matrices and read the same tokens. A few
+    steps are timed first to plan the number of steps that --budget allows; --steps sets it
+    instead. The verdict of each mechanism (better, worse or undecided) is a paired t test over
+    the seeds, with Holm's correction for the number of mechanisms. The report also gives the
+    difference that this many seeds can detect.
 
     With --out every finished run is saved; the same command resumes an interrupted comparison.
 
@@ -386,7 +392,8 @@ def add_compare_training_options(add: Callable) -> None:
 def add_completion_options(add: Callable) -> None:
     """print a script that lets a shell complete this command
 
-    Print a script for a shell. After the shell runs it, Tab completes commands, options and their values.
+    Print a script for a shell. After the shell runs it, Tab completes commands, options and
+    their values.
 
     Examples:
       eval "$(hyperattn completion bash)"
@@ -399,11 +406,13 @@ def add_completion_options(add: Callable) -> None:
 def add_convert_options(add: Callable) -> None:
     """turn a checkpoint into one of another architecture, such as hat
 
-    Replace parts of a model, write the result with its tokenizer and card, and report the number of parameters.
+    Replace parts of a model, write the result with its tokenizer and card, and report the
+    number of parameters.
 
-    hat makes a BERT-like encoder read long texts in segments. collaborative gives all heads --set rank=R shared query
-    and key dimensions. `hyperattn list NAME` shows the settings for --set. The result only approximates the old model;
-    `hyperattn inject --mechanism collaborative` also measures the error.
+    hat makes a BERT-like encoder read long texts in segments. collaborative gives all heads
+    --set rank=R shared query and key dimensions. `hyperattn list NAME` shows the settings for
+    --set. The result only approximates the old model; `hyperattn inject --mechanism
+    collaborative` also measures the error.
 
     Examples:
       hyperattn convert ENCODER long --to hat --set segment_length=128 --set layout=I1
@@ -430,11 +439,11 @@ def add_convert_options(add: Callable) -> None:
 def add_demo_options(add: Callable) -> None:
     """measure a real model with stock, patched and replaced attention
 
-    Measure a real model four times: with its own attention, with cone attention patched in, with cone attention
-    instead, and with HSA.
+    Measure a real model four times: with its own attention, with cone attention patched in,
+    with cone attention instead, and with HSA.
 
-    Without --model, the model is SmolLM2-135M-Instruct from the package index. It is converted once into a cache folder
-    ($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
+    Without --model, the model is SmolLM2-135M-Instruct from the package index. It is converted
+    once into a cache folder ($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
 
     Examples:
       hyperattn demo --output smollm2-cone
@@ -491,9 +500,11 @@ def add_describe_options(add: Callable) -> None:
 def add_doctor_options(add: Callable) -> None:
     """show versions, engines, compiled kernels and missing programs
 
-    Show versions, the engines that run here, kernels that are compiled or came with the package, and missing programs.
+    Show versions, the engines that run here, kernels that are compiled or came with the
+    package, and missing programs.
 
-    The compiled engine computes one score, which is checked. Its kernel is compiled now if necessary.
+    The compiled engine computes one score, which is checked. Its kernel is compiled now if
+    necessary.
 
     Examples:
       hyperattn doctor
@@ -506,8 +517,9 @@ def add_eval_options(add: Callable) -> None:
 
     Measure the perplexity of a causal LM on a text, in windows of --length tokens.
 
-    A model that was saved patched is measured patched and unpatched. For an unpatched model, --mechanism adds a second
-    measurement. The difference is reported with its standard error over windows.
+    A model that was saved patched is measured patched and unpatched. For an unpatched model,
+    --mechanism adds a second measurement. The difference is reported with its standard error
+    over windows.
 
     Examples:
       hyperattn eval out --text book.txt
@@ -529,13 +541,15 @@ def add_export_options(add: Callable) -> None:
 
     Write a patched checkpoint, or named mechanisms, for machines without this package.
 
-    --remote-code copies the checkpoint to OUT, with modeling_hyperattn.py and the modules that patching needs. The copy
-    loads with trust_remote_code=True and computes the same results. Only known files are copied, no code except ours,
-    and no link out of the checkpoint is followed. hyperattn_manifest.json holds the SHA-256 of every file. Code that
-    cannot be copied (the routing of some families) is imported from this package; the command reports it.
+    --remote-code copies the checkpoint to OUT, with modeling_hyperattn.py and the modules that
+    patching needs. The copy loads with trust_remote_code=True and computes the same results.
+    Only known files are copied, no code except ours, and no link out of the checkpoint is
+    followed. hyperattn_manifest.json holds the SHA-256 of every file. Code that cannot be
+    copied (the routing of some families) is imported from this package; the command reports it.
 
-    --kernel writes a repository for the Hub's `kernels` package and attn_implementation="OWNER/REPO:cone". MODEL then
-    lists the mechanisms: names such as cone,hype or "all".
+    --kernel writes a repository for the Hub's `kernels` package and
+    attn_implementation="OWNER/REPO:cone". MODEL then lists the mechanisms: names such as
+    cone,hype or "all".
 
     Examples:
       hyperattn export out export --remote-code
@@ -559,14 +573,17 @@ def add_export_options(add: Callable) -> None:
 def add_heal_options(add: Callable) -> None:
     """train an injected model to recover its loss, with the original model as teacher
 
-    Distil the original model into its injected version: a few hundred steps that minimise the KL to its logits.
+    Distil the original model into its injected version: a few hundred steps that minimise the
+    KL to its logits.
 
-    The patch's parameters are trained (block biases, gates and others), and LoRA's matrices with --lora R; everything
-    else is frozen. The teacher uses the same weights with the original attention, so memory holds one copy. The last
-    --length tokens of each text are held out. If they do not improve, nothing is written and the exit code is 1.
+    The patch's parameters are trained (block biases, gates and others), and LoRA's matrices
+    with --lora R; everything else is frozen. The teacher uses the same weights with the
+    original attention, so memory holds one copy. The last --length tokens of each text are held
+    out. If they do not improve, nothing is written and the exit code is 1.
 
-    Without --lora the healed checkpoint is written; with it, an adapter for MODEL or for the model that MODEL was made
-    from. The state is saved next to DIR every --save-every steps; --resume continues from it, bit by bit the same.
+    Without --lora the healed checkpoint is written; with it, an adapter for MODEL or for the
+    model that MODEL was made from. The state is saved next to DIR every --save-every steps;
+    --resume continues from it, bit by bit the same.
 
     Examples:
       hyperattn heal injected --text bible.txt source.txt --steps 300 --lora 8 --output healed
@@ -634,9 +651,10 @@ def add_hyperbolicity_options(add: Callable) -> None:
 
     Measure Gromov's delta of points, relative to their diameter: 0 for a tree, 1 at most.
 
-    Points are a model's input embeddings (with --text also the hidden states after every layer) or the rows of a file
-    (.npy, .csv, or .safetensors with one matrix). The control holds the same numbers with every coordinate shuffled.
-    Points that are not below their control are not tree-like. Compare at equal --size: delta grows with it.
+    Points are a model's input embeddings (with --text also the hidden states after every layer)
+    or the rows of a file (.npy, .csv, or .safetensors with one matrix). The control holds the
+    same numbers with every coordinate shuffled. Points that are not below their control are not
+    tree-like. Compare at equal --size: delta grows with it.
 
     Examples:
       hyperattn hyperbolicity HuggingFaceTB/SmolLM2-135M --text book.txt
@@ -816,11 +834,13 @@ def add_list_options(add: Callable) -> None:
 def add_look_options(add: Callable) -> None:
     """write a page that shows a model's attention on a text
 
-    Write an HTML page and a JSON file that show a model's attention on a text and the effect of a patch.
+    Write an HTML page and a JSON file that show a model's attention on a text and the effect of
+    a patch.
 
-    The page shows every head's attention (original and patched), its entropy, attention to the first token and how
-    tree-like the hidden states are. For patches it adds gates, cones, the Poincaré disk or the blocks that HSA opens.
-    The page needs no network. It ends with suggestions for the next step.
+    The page shows every head's attention (original and patched), its entropy, attention to the
+    first token and how tree-like the hidden states are. For patches it adds gates, cones, the
+    Poincaré disk or the blocks that HSA opens. The page needs no network. It ends with
+    suggestions for the next step.
 
     Examples:
       hyperattn look out --text text.txt --out seen --layers last-4
@@ -856,9 +876,10 @@ def add_push_options(add: Callable) -> None:
 
     Upload a folder that save_pretrained wrote to the Hub, in one commit, with its card.
 
-    First the folder is loaded, saved again, and every tensor compared bit by bit; an adapter is loaded on its base
-    model. Only known files are uploaded (safetensors weights, configs, tokenizer, card, files of `hyperattn export`).
-    Other weights in the repository are deleted. A README.md that a person wrote is kept, in the folder and on the Hub.
+    First the folder is loaded, saved again, and every tensor compared bit by bit; an adapter is
+    loaded on its base model. Only known files are uploaded (safetensors weights, configs,
+    tokenizer, card, files of `hyperattn export`). Other weights in the repository are deleted.
+    A README.md that a person wrote is kept, in the folder and on the Hub.
 
     Examples:
       hyperattn push out your-name/SmolLM2-135M-cone --private --dry-run
@@ -883,8 +904,8 @@ def add_recover_options(add: Callable) -> None:
 
     Finish interrupted saves into a folder and remove their temporary files.
 
-    Exit code 0: the folder is complete, also if there was nothing to do. 2: a process is saving there now, or a save
-    cannot be finished automatically; the message says what to do.
+    Exit code 0: the folder is complete, also if there was nothing to do. 2: a process is saving
+    there now, or a save cannot be finished automatically; the message says what to do.
 
     Examples:
       hyperattn recover out
@@ -921,8 +942,8 @@ def add_causal_lm_options(add: Callable) -> None:
     add_device_option(add)
 
 
-#: Sub-commands with the functions that add their options. The first line of a function's docstring is
-#: the command's line in `hyperattn --help`, the rest is the command's own description.
+#: Sub-commands with the functions that add their options. The first line of a function's docstring
+#: is the command's line in `hyperattn --help`, the rest is the command's own description.
 COMMANDS = {
     "autoload": add_autoload_options,
     "bench": add_bench_options,
@@ -1053,8 +1074,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader closed the pipe (`hyperattn ... | head`). Python would fail again when it flushes
-        # stdout at exit, so send the rest to the null device.
+        # The reader closed the pipe (`hyperattn ... | head`). Python would fail again when it
+        # flushes stdout at exit, so send the rest to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -1112,7 +1133,8 @@ def import_modules(names: Iterable[str]) -> None:
         before = set(registry.MECHANISMS)
         module = import_module(name)
         for key, mechanism in registry.MECHANISMS.items():
-            # A module that was imported before registers nothing now, but its mechanisms still count.
+            # A module that was imported before registers nothing now, but its mechanisms still
+            # count.
             if key not in before or mechanism.config.__module__ == module:
                 IMPORTED[key] = describe_mechanism(mechanism)
 
@@ -1189,7 +1211,8 @@ def format_error(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
-    # ValueError and OSError report bad input. Any other type is a bug, so name it and the next step.
+    # ValueError and OSError report bad input. Any other type is a bug, so name it and the next
+    # step.
     if not text or not isinstance(error, (ValueError, OSError)):
         kind = type(error).__name__
         text = f"{kind}: {text}" if text else kind

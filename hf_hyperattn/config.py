@@ -194,7 +194,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         object.__setattr__(
             self, "overrides", checked_overrides(self.overrides, self.mechanisms, self.hosts)
         )
-        # Each config may be valid alone and still clash with those that it joins in a layer.
+        # Each config may be valid alone and still clash with the others of its layer.
         for host in self.overrides or ():
             check_stages(self.mechanisms_at(host))
 
@@ -304,7 +304,8 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             "HyperAttnConfig.save_pretrained has no argument", kwargs, ("push_to_hub", *UPLOAD)
         )
         given = [name for name, value in kwargs.items() if value is not None]
-        # The mixin's push_to_hub calls this method with max_shard_size, so that one is always allowed.
+        # The mixin's push_to_hub calls this method with max_shard_size, so that one is always
+        # allowed.
         unused = next((name for name in given if name != "max_shard_size"), None)
         if unused is not None and not push_to_hub:
             raise ValueError(f"{unused} is for push_to_hub=True; leave it out")

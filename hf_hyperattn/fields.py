@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 LARGEST = 3e38
 #: Smaller positive numbers are 0 or lose digits in float32.
 SMALLEST = 1.2e-38
-#: Default limit of integers in a config. No text has so long a length, and sums of a few such numbers
-#: still fit into int64, with which kernels count.
+#: Default limit of integers in a config. No text has so long a length, and sums of a few such
+#: numbers still fit into int64, with which kernels count.
 MOST_INTEGER = 10**18
 #: Limit of a weight's size along one dimension, as far as a config names it.
 MOST_SIZE = 2**24

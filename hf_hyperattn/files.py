@@ -24,7 +24,8 @@ logger = logging.getLogger("hf_hyperattn")
 
 #: Prefix of all temporary files and folders of a save; a complete save has removed them.
 PREFIX = ".hyperattn-saving"
-#: Largest JSON file, in bytes, and deepest nesting. Python's parser could exhaust memory or recursion.
+#: Largest JSON file, in bytes, and deepest nesting. Python's parser could exhaust memory or
+#: recursion.
 MOST_BYTES, MOST_LEVELS = 2**26, 64
 
 
@@ -68,16 +69,19 @@ def parts_of(data: Any) -> Iterable[Any]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a crash leaves either the old or the new content."""
     path = Path(path)
-    # The draft always has the same name, so that the next write removes one that a killed process left.
+    # The draft always has the same name, so that the next write removes one that a killed process
+    # left.
     draft = path.with_name(f"{PREFIX}-{path.name}")
     with locked(path):
-        # The old draft may be a link that somebody planted: remove it instead of writing through it.
+        # The old draft may be a link that somebody planted: remove it instead of writing through
+        # it.
         draft.unlink(missing_ok=True)
         try:
             with open(draft, "xb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
-                # The content must be on disk before the rename, or a power cut leaves an empty file.
+                # The content must be on disk before the rename, or a power cut leaves an empty
+                # file.
                 os.fsync(file.fileno())
             os.replace(draft, path)
         except BaseException:
@@ -177,7 +181,8 @@ def is_held(path: Path) -> bool:
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError as error:
-        # A file that cannot be opened belongs to another user: treat it as held, and leave it alone.
+        # A file that cannot be opened belongs to another user: treat it as held, and leave it
+        # alone.
         return not isinstance(error, FileNotFoundError)
     held = fcntl is not None and not _try_lock(handle)
     os.close(handle)

@@ -9,8 +9,8 @@ A save works in these steps:
 4. One step of the file system exchanges stage and target.
 
 The exchange can be impossible: at a mount point, for the current directory, or on some file and
-operating systems. The files are then renamed one by one. The *entry*, the file by which a load
-finds weights, is removed first and created last, so that no load mixes two checkpoints.
+operating systems. The files are then renamed one by one. The *entry*, the file that a load
+opens first, is removed first and created last, so that no load mixes two checkpoints.
 
 The record also tells what a killed save left behind. Without a record the stage is incomplete, and
 the next save deletes it. With a record the save is complete, and the next save or `recover`
@@ -196,7 +196,8 @@ def _finish_interrupted(target: Path) -> list[str]:
     """
     done = []
     removed = f"{target}: what an interrupted save left was removed"
-    # A record in the target: the process was killed after the exchange, so the stage is the old folder.
+    # A record in the target: the process was killed after the exchange, so the stage is the old
+    # folder.
     if (record := _read_record(target)) is not None:
         old = target.parent / record["stage"]
         _remove_old(old if old in _find_stages(target) else None, target, record)
@@ -337,8 +338,8 @@ def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:
     kinds = {weights_kind(name) for name in new} - {None}
     old = _list_files(target) if target.is_dir() else []
     replaced = [name for name in old if not keep_others or weights_kind(name) in kinds]
-    # An old entry is removed even if a new file has its name: while files are renamed one by one, no
-    # load may find the old entry with new shards.
+    # An old entry is removed even if a new file has its name: while files are renamed one by one,
+    # no load may find the old entry with new shards.
     gone = [name for name in replaced if is_entry(name) or name not in new]
     removed = sorted(gone, key=is_entry, reverse=True)
     record = {"stage": stage.name, "files": new, "remove": removed, "keep_others": keep_others}

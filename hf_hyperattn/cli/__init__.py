@@ -1,4 +1,4 @@
-"""The sub-commands of `hyperattn`, one per module. `hyperattn_cli` defines the options."""
+"""The sub-commands of `hyperattn`, one per module; options are in `hyperattn_cli`."""
 
 from hyperattn_cli import build_parser, main
 

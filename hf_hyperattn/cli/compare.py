@@ -148,7 +148,8 @@ def prepare_trial(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
     trial = Trial(
         args=args, train=torch.cat(trained), held_out=held_out, prefix=prefix, length=length
     )
-    # A round trip turns tuples into lists, so that the request equals one that was read from a file.
+    # A round trip turns tuples into lists, so that the request equals one that was read from a
+    # file.
     return trial, json.loads(json.dumps(request))
 
 
@@ -317,7 +318,7 @@ def decide_verdict(difference: float, p: float) -> str:
     """Return the verdict on a mechanism.
 
     Args:
-        difference: Mean loss of the mechanism minus that of the control.
+        difference: Mean loss of the mechanism minus the mean loss of the control.
         p: Corrected p value.
     """
     # Not `p >= LEVEL`: a p value of nan must be undecided too.
@@ -477,5 +478,5 @@ def make_card(report: dict[str, Any]) -> str:
 
 
 def quote_code(text: object) -> str:
-    """Return text as a Markdown code span, in which nothing that a user named is markup."""
+    """Return text as a Markdown code span, so that user-given names are no markup."""
     return "`" + " ".join(str(text).split()).replace("`", "'") + "`"

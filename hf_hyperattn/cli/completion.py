@@ -81,7 +81,7 @@ def make_fish_script(commands: dict[str, Parser]) -> str:
             ]
             values = quote_for_fish(" ".join(list_values(action)))
             words = f" -x -a {values}" if list_values(action) else ""
-            # -r: the option needs a value, for which fish then offers files.
+            # -r: the option needs a value. Fish then offers file names.
             needs = " -r" if not words and longs and action.nargs != 0 else ""
             if longs or words:
                 about = quote_for_fish(action.help or "")

@@ -1,4 +1,4 @@
-"""`hyperattn inject`: check the input, run `hf_hyperattn.inject`, write the result.
+"""`hyperattn inject`: check the input, run `hf_hyperattn.inject`, write a model.
 
 Most of this module prints the measurements: by layer, by candidate, on held-out text and by time.
 """
@@ -32,8 +32,8 @@ from .smollm2 import cache_directory
 
 #: Default of --budget.
 BUDGET = 0.02
-#: Default of --retrieval-budget for sparse rules. HSA only reports retrieval, so that scripts written
-#: before the option existed keep their results.
+#: Default of --retrieval-budget for sparse rules. HSA only reports retrieval, so that scripts
+#: written before the option existed keep their results.
 RETRIEVAL_BUDGET = 0.05
 #: Default number of sampled queries per text, and the least number over all texts.
 ROWS, QUERIES = 384, 1024
@@ -57,7 +57,7 @@ UNUSED_OPTIONS = (
 RESUMED = "Add --resume to reuse the measurements."
 #: Names of the costs in the output.
 COST_NAMES = {"pairs": "the pairs", "bytes": "the cache's bytes", "time": "attention's time"}
-#: Setting for which the certificate is printed: defaults of `HsaConfig`, except its windows.
+#: Setting whose certificate is printed: defaults of `HsaConfig`, except its windows.
 SHOWN = {"near": 96, "refine_top_k": 16, "block_bias": 0.0}
 
 
@@ -337,7 +337,8 @@ def show_certificate(injection: CausalInjection) -> None:
     """Print the KL of every layer under one common HSA setting."""
     rules: list[Any] = list(injection.rules)
     has = lambda rule, wanted: all(getattr(rule, name) == value for name, value in wanted.items())
-    # Short lengths have no rule with the setting `SHOWN`; any rule without a block bias then serves.
+    # Short lengths have no rule with the setting `SHOWN`; any rule without a block bias then
+    # serves.
     fallback = {"block_bias": 0.0}
     at = next(
         i for wanted in (SHOWN, fallback) for i, rule in enumerate(rules) if has(rule, wanted)
@@ -401,8 +402,8 @@ def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
         for name, r in report["texts"].items()
     ]
     for name, r in report.get("retrieval", {}).items():
-        # Copying has one answer of hundreds of tokens, which is hardly ever right as a whole. So its
-        # tokens are counted instead.
+        # Copying has one answer of hundreds of tokens, which is hardly ever right as a whole. So
+        # its tokens are counted instead.
         of, kind = ("tokens ", "right") if name == "copying" else ("", "exact")
         right = f"{r['loss']:+.2%}, {of}right {r[f'{kind}_before']:.0%} -> {r[f'{kind}_after']:.0%}"
         right += " *" if name in unable else ""

@@ -218,7 +218,7 @@ def describe_circumstances(args: argparse.Namespace, *programs: str) -> dict[str
     }
 
 
-#: Note on the cost by which rules were chosen, if it is not pairs.
+#: Note on the cost that the choice of rules minimised, if it is not pairs.
 CHOSEN_BY = {
     "bytes": ", chosen by cache bytes ({:.1%} of stock's with HierarchicalCache(model, evict=True))",
     "time": ", chosen by the time of rules (together {:.1%} of stock's attention)",

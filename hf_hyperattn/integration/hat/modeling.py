@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 from transformers.utils import ModelOutput, can_return_tuple
 
-from ...mechanisms.hat.segments import Segments, segment
+from ...mechanisms.hat.segments import Segments, split_batch
 from ...readable import can_read
 from .configuration import HatEncoderConfig
 
@@ -294,7 +294,9 @@ class HatModel(HatPreTrainedModel):
                 f"segment_ids has shape {tuple(groups.shape)}; allowed: {tuple(real.shape)}, and None in a compiled "
                 "graph, whose shapes cannot depend on it"
             )
-        segments = segment(real, self.config.segment_length, led, packed=readable, groups=groups)
+        segments = split_batch(
+            real, self.config.segment_length, led, packed=readable, groups=groups
+        )
         number, most = segments.present.shape[1], self.config.max_segments
         if groups is not None and number > most:
             raise ValueError(
