@@ -121,6 +121,7 @@ class MechanismConfig(KnownFields):
             raise ValueError(
                 f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'"
             )
+        # `defined_in` only improves the message: the module is never imported.
         cls: Any = get_mechanism(data["mechanism"], data.get("defined_in")).config
         data = cls.checked_record(data)
         known = cls.__dataclass_fields__
@@ -183,6 +184,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         if not isinstance(self.include_cross_attention, bool):
             self._refuse("include_cross_attention", "True or False")
         object.__setattr__(self, "mechanisms", checked_mechanisms(self.mechanisms))
+        # An empty choice patches nothing, which is surely a mistake.
         if self.heads == ():
             self._refuse("heads", "at least one head, or None for all")
         if self.hosts is not None:
@@ -219,6 +221,8 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             ValueError: `layers` or `heads` is a function, which JSON cannot hold.
         """
         for name in ("layers", "heads"):
+            # Once the layers are known by name, the function that chose them is not needed any
+            # more.
             if callable(getattr(self, name)) and not (name == "layers" and self.hosts is not None):
                 raise ValueError(
                     f"HyperAttnConfig.{name} is a function, which JSON cannot hold; allowed: a list, a range, a "
@@ -227,6 +231,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         values = {
             "format": FORMAT,
             "mechanisms": [m.to_dict() for m in self.mechanisms],
+            # Names of layers are exact, so a rule for choosing them is dropped.
             "layers": None if self.hosts is not None else self.layers,
             "heads": self.heads,
             "mode": self.mode,
@@ -252,6 +257,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             raise ValueError(
                 f"hyperattn config is {short(data)}; allowed: a dict with an integer 'format'"
             )
+        # A newer format may mean something else by the same keys.
         if not 1 <= data["format"] <= FORMAT:
             raise ValueError(
                 f"hyperattn config has format {short(data['format'])}, this hf_hyperattn reads 1 to {FORMAT}; install "
@@ -263,6 +269,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             raise ValueError(
                 f"hyperattn config has the unknown key {short(unknown[0])}; allowed: {', '.join(sorted(known))}"
             )
+        # Check sizes first, so that a hostile file cannot make the checks below slow.
         for name in ("mechanisms", "heads", "layers", "hosts"):
             value = data.get(name)
             kinds = list | str if name in ("heads", "layers") else list
@@ -335,6 +342,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             raise ValueError(
                 f"{unused} is for a Hub id, and {short(str(source))} is on the disk; leave it out"
             )
+        # A path on disk wins over a Hub id of the same name.
         if path.is_dir():
             path = path / CONFIG_NAME
         elif not path.is_file():
@@ -381,6 +389,7 @@ def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
     Raises:
         ValueError: Two mechanisms change the same stage or clash; the message names both.
     """
+    # A stage has room for one mechanism: two scores, for example, exclude each other.
     taken: dict[str, str] = {}
     for config in mechanisms:
         for stage in config.stages:
@@ -392,6 +401,7 @@ def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
             taken[stage] = config.mechanism
     for config in mechanisms:
         for other in mechanisms:
+            # Clashes are not symmetric: each mechanism knows only its own needs.
             if other is not config and (reason := config.clash(other)):
                 raise ValueError(
                     f"{config.mechanism} and {other.mechanism} have no meaning together: {reason}; allowed: leave "
@@ -415,6 +425,7 @@ def checked_overrides(
     """
     if value is None or (isinstance(value, Mapping) and not value):
         return None
+    # The value may come from a damaged file, so check its form before anything else.
     owner = "HyperAttnConfig.overrides"
     if (
         not isinstance(value, Mapping)
@@ -434,6 +445,7 @@ def checked_overrides(
         raise ValueError(
             f"{owner} names {short(unknown)}, which is not in hosts; allowed: names in hosts"
         )
+    # An override replaces the config of its stage, so that stage must be in use.
     known = [m.stages[0] for m in mechanisms]
     for host, configs in value.items():
         where = f"{owner}[{short(host)}]"
@@ -468,5 +480,6 @@ def mechanisms_of(
         mechanisms: Configs of the whole model.
         overrides: Configs of this layer; each replaces the one of its stage.
     """
+    # The first stage is the mechanism's own one.
     by_stage = {m.stages[0]: m for m in overrides}
     return tuple(by_stage.get(m.stages[0], m) for m in mechanisms)

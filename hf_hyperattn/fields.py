@@ -61,6 +61,7 @@ def option(
         types=types,
         optional=optional or default is None,
     )
+    # Mutable defaults need a factory, as in every dataclass.
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     if default is MISSING:
@@ -123,12 +124,14 @@ def _describe_allowed(value: Any, rule: Mapping[str, Any]) -> str:
     if value is None:
         return "" if rule["optional"] else "a value, not None"
     if rule["choices"]:
+        # `in` alone could call `__eq__` of any object, for example of a tensor.
         known = isinstance(value, str | int | float) and value in rule["choices"]
         return "" if known else ", ".join(map(repr, rule["choices"]))
     # An int is a valid float. A bool is an int in Python, but not a valid number.
     types = (*rule["types"], int) if float in rule["types"] else rule["types"]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         return " or ".join(t.__name__ for t in rule["types"])
+    # The checks below are for numbers only.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     above, least = rule["above"], rule["least"]
@@ -136,6 +139,7 @@ def _describe_allowed(value: Any, rule: Mapping[str, Any]) -> str:
         return f"a finite number, of at most {LARGEST:g}"
     if above is not None and value <= above:
         return f"numbers above {above:g}"
+    # A positive number that float32 rounds to 0 would break the promise of "above 0".
     if above == 0 and value < SMALLEST:
         return f"numbers above 0, from {SMALLEST:g}, the least that float32 holds in full"
     if least is not None and value < least:

@@ -79,6 +79,7 @@ def check_replaceable(target: Path, force: bool, source: str | os.PathLike) -> N
         ValueError: The folder may not be replaced.
     """
     allowed = "an absent or empty directory"
+    # A link to a folder would be replaced by the new folder.
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ValueError(f"{target} is no directory; allowed: {allowed}")
     if not target.is_dir() or not any(target.iterdir()):
@@ -92,6 +93,7 @@ def check_replaceable(target: Path, force: bool, source: str | os.PathLike) -> N
         os.path.realpath(target)
     ):
         raise ValueError(f"{target} is or holds {source}, which would be lost; allowed: {allowed}")
+    # Even with `force`, delete only folders that look like checkpoints: DIR may be a home folder.
     if not os.path.lexists(target / "config.json"):
         raise ValueError(
             f"{target} holds no checkpoint (no config.json) but other files; allowed: {allowed}"
@@ -169,11 +171,13 @@ def recover(target: str | os.PathLike) -> list[str]:
     if not target.parent.is_dir():
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
     with locked(target):
+        # A living process finishes its own save.
         if any(is_held(stage / RECORD) for stage in _find_stages(target)):
             raise OSError(
                 f"a process is saving into {target}; wait for it, or end it, and run this again"
             )
         done = _finish_interrupted(target)
+        # The remaining stages may be older or newer than the target. Only the user can tell.
         if left := _find_stages(target):
             raise OSError(
                 f"{left[0]} holds an interrupted save that may be older than {target}; "
@@ -288,6 +292,7 @@ def _is_mount(folder: Path) -> bool:
 def _find_stages(target: Path) -> list[Path]:
     """Return all stages of a target, the one with the oldest record first."""
     stages = []
+    # Stages are next to the target or in it, see `_new_stage`.
     for folder, pattern in (
         (target.parent, rf"{re.escape(f'{PREFIX}-{target.name}')}-[0-9a-f]{{8}}"),
         (target, rf"{re.escape(PREFIX)}-\w{{8}}"),
@@ -335,6 +340,7 @@ def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:
     for name in new if keep_others else ():
         if _resolve_inside(target, name).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target / name))
+    # A save of a model replaces old shards of the model, but keeps an adapter in the same folder.
     kinds = {weights_kind(name) for name in new} - {None}
     old = _list_files(target) if target.is_dir() else []
     replaced = [name for name in old if not keep_others or weights_kind(name) in kinds]
@@ -376,6 +382,7 @@ def _commit_stage(stage: Path, target: Path, record: dict) -> None:
     untouched = all(os.path.lexists(stage / name) for name in record["files"])
     if stage.parent == target.parent and untouched and not _is_current_directory(target):
         with suppress(OSError):
+            # There is nothing to exchange: a rename suffices.
             if not (target.is_dir() and any(target.iterdir())):
                 os.rename(stage, target)
             else:
@@ -408,6 +415,7 @@ def _link_others(target: Path, stage: Path, replaced: set[str]) -> None:
     others = [name for name in _list_files(target) if name not in replaced]
     if len(others) > MOST_LINKS:
         raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+    # Create the folders first, so that links have a place.
     for place, folders, _ in os.walk(target):
         for name in folders:
             old = Path(place, name)
@@ -419,6 +427,7 @@ def _link_others(target: Path, stage: Path, replaced: set[str]) -> None:
         old, new = target / name, _resolve_inside(stage, name)
         if os.path.lexists(new):
             new.unlink()
+        # A hard link to a symbolic link is not possible everywhere, so copy the link.
         if old.is_symlink():
             os.symlink(os.readlink(old), new)
         else:
@@ -447,6 +456,7 @@ def _remove_old(old: Path | None, target: Path, record: dict) -> None:
     """
     for name in set(_list_files(old) if old else ()) - {*record["files"], *record["remove"]}:
         before, after = Path(old or "", name), _resolve_inside(target, name)
+        # A file that is newer in the target stays.
         if not os.path.lexists(after) or after.lstat().st_mtime_ns < before.lstat().st_mtime_ns:
             after.parent.mkdir(parents=True, exist_ok=True)
             os.replace(before, after)

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> None:
             f"--length {args.length} and --generate {args.generate} exceed what the model reads; allowed: "
             f"{positions} tokens together"
         )
+    # A fixed seed, so that two runs measure the same prompt.
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(
         min(CONTROL, text_config.vocab_size - 1),
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> None:
         (args.length,),
         generator=draw,
     )
+    # For each of two models: one step for the warm-up, one for each repeat.
     with show_progress(2 * (args.repeats + 1)) as bar:
         bar.describe("loading")
         measured = measure_both(
@@ -115,10 +117,13 @@ def compare_models(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     The differences are None if only one model was measured.
     """
+    # Logits are too large for the report.
     logits = [row.pop("logits") for row in measured.values()]
     if len(measured) < 2:
         return {"rows": measured, "logit_difference": None, "same_tokens": None}
     pairs = list(zip(measured[OWN]["tokens"], measured[PATCHED]["tokens"]))
+    # Greedy decoding diverges for good after the first different token, so count the tokens
+    # before it.
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     return {
         "rows": measured,
@@ -133,6 +138,7 @@ def print_result(report: dict[str, Any]) -> None:
         f"{Path(report['model']).name}: {report['length']:,} random tokens, {report['generate']} new ones, "
         f"{report['dtype']}, {report['threads']} threads\n"
     )
+    # Ratios are relative to the first row, the model's own attention if it was measured.
     first = next(iter(report["rows"].values()))
     new = {name: row["seconds_a_new_token"] for name, row in report["rows"].items()}
     new_of_first = first["seconds_a_new_token"]
@@ -147,6 +153,7 @@ def print_result(report: dict[str, Any]) -> None:
                 "none" if new[name] is None else f"{1e3 * new[name]:.1f} ms",
                 f"{row['peak_memory'] / 2**20:,.0f} MiB",
                 f"x {row['prefill_seconds'] / first['prefill_seconds']:.2f}",
+                # A generation shorter than the timer's resolution has time 0.
                 f"x {new[name] / max(new_of_first, 1e-9):.2f}" if has_ratio else "",
             ]
         )

@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     written = hub_cards.write_card(folder, **facts) if args.write else None
     if args.json:
         print(json.dumps({"card": text, "written": written and str(written)}, indent=2))
+    # Without --write the card itself is the output.
     elif not args.write:
         print(text)
     elif written:
@@ -55,6 +56,7 @@ def read_card(args: argparse.Namespace) -> tuple[Path, dict[str, Any], str]:
             f"{args.model}: {kind}; allowed: the folder of a saved model, adapter or HyperAttnConfig"
         )
     facts = {} if args.facts is None else read_json(Path(args.facts))
+    # Fields without `init` are computed by the card and cannot be given.
     known = {field.name for field in fields(hub_cards.Facts) if field.init}
     strange = next((name for name in facts if name not in known), None)
     if strange is not None:
@@ -63,6 +65,7 @@ def read_card(args: argparse.Namespace) -> tuple[Path, dict[str, Any], str]:
         )
     try:
         return folder, facts, str(hub_cards.card_for_directory(folder, **facts))
+    # The card reads values without checking their types, so a wrong one fails in its formatting.
     except (TypeError, AttributeError) as error:
         source = args.facts or folder
         raise ValueError(

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> None:
     check_options(args)
     trial, request = prepare_trial(args)
     state = open_state(args, request)
+    # `finish_runs` sets the total once the number of steps is known.
     with show_progress(1) as bar:
         plan_steps(trial, state, bar)
         finish_runs(trial, state, bar)
@@ -94,6 +95,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.steps is not None and args.budget is not None:
         raise ValueError("--steps and --budget say the same thing; leave one out")
     args.layers = checked("--layers", args.layers)
+    # The control is always trained, and always first.
     args.mechanisms = [NONE, *(name for name in args.mechanisms if name != NONE)]
     args.dtype = "float32"
     if args.held_out < len(args.text):
@@ -131,10 +133,12 @@ def prepare_trial(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
                 f"the text {name} has {len(ids)} tokens; allowed: {math.ceil(length / HELD_OUT):,} or "
                 f"more for windows of {length}; use a longer text or a smaller --length"
             )
+        # Train on the beginning of the text, and measure on the start of its held-out end.
         cut = len(ids) - int(HELD_OUT * len(ids))
         trained.append(ids[:cut])
         read.append(ids[cut : cut + windows * length])
     held_out = torch.cat(read)
+    # The digest identifies the tokens, whichever folder the texts come from.
     digest = hashlib.sha256(torch.cat([*trained, held_out]).numpy().tobytes()).hexdigest()
     request = {name: getattr(args, name) for name in REQUEST} | {
         "model": public_name(args.model) if os.path.exists(args.model) else args.model,
@@ -183,16 +187,19 @@ def open_state(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, A
         "seconds": 0.0,
         "path": None,
     }
+    # --steps replaces the budget, so that no steps are planned.
     state["budget"] = None if args.steps else args.budget or BUDGET
     if args.out is None:
         return state
     path = Path(args.out) / STATE
     if path.is_file():
         left = read_json(path)
+        # A user may have put any file into the folder.
         if not isinstance(left.get("request"), dict) or not isinstance(left.get("runs"), dict):
             raise ValueError(
                 f"{path}: not what `hyperattn compare` writes; use another --out, or remove it"
             )
+        # Runs are comparable only if everything except the progress is equal.
         other = [name for name in request if left["request"].get(name) != request[name]]
         if args.steps not in (None, left.get("steps")):
             other.append("steps")
@@ -202,6 +209,7 @@ def open_state(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, A
             raise ValueError(
                 f"{path}: of another comparison ({', '.join(other)} differ); use another --out, or remove it"
             )
+        # Continue with the planned steps and the finished runs of the interrupted command.
         state |= {
             name: left.get(name)
             for name in ("steps", "budget", "runs", "seconds", "stock", "added")
@@ -239,8 +247,10 @@ def plan_steps(trial: Trial, state: dict[str, Any], bar: ProgressBar) -> None:
         seconds.append(train_run(trial, recipe, 0, PROBE, lambda: None)["seconds"])
     # Loading and reading happen once per run, whatever the number of steps.
     fixed = args.seeds * sum(s["load"] + s["read"] for s in seconds) + time.perf_counter() - start
+    # All seeds of all recipes share the budget.
     step = args.seeds * sum(s["step"] for s in seconds)
     steps = int((SPARE * budget - fixed) / step)
+    # The message says how large the budget must be.
     if steps < LEAST_STEPS:
         least = math.ceil((fixed + LEAST_STEPS * step) / SPARE / 60)
         raise ValueError(
@@ -278,6 +288,7 @@ def finish_runs(trial: Trial, state: dict[str, Any], bar: ProgressBar) -> None:
 
 def judge_runs(args: argparse.Namespace, state: dict[str, Any]) -> dict[str, Any]:
     """Return the report, with a row and a verdict for every recipe."""
+    # Group the runs by recipe, in the order of the seeds: the paired test needs equal orders.
     runs = {
         r: [state["runs"][f"{r}, seed {seed}"] for seed in range(args.seeds)]
         for r in args.mechanisms
@@ -286,6 +297,7 @@ def judge_runs(args: argparse.Namespace, state: dict[str, Any]) -> dict[str, Any
     tests = {recipe: paired(losses[recipe], losses[NONE]) for recipe in args.mechanisms[1:]}
     # Several mechanisms are tested, so that p values need a correction (Holm).
     corrected = dict(zip(tests, holm([test.p for test in tests.values()])))
+    # Mean and deviation are over seeds.
     rows: dict[str, Any] = {}
     for recipe in args.mechanisms:
         rows[recipe] = {
@@ -377,11 +389,13 @@ def describe_result(report: dict[str, Any]) -> list[str]:
         sentences.append(
             f"{name}: {words}; {report['seeds']} seeds detect a difference of {detectable} in four of five cases"
         )
+    # Warn that the uncertainty rests on fewer windows than requested.
     if report["windows_read"] < report["held_out"]:
         sentences.append(
             f"{report['windows_read']} held-out windows were read, not {report['held_out']}: the last fifth of "
             "a text holds fewer than its share"
         )
+    # Ranks are whole numbers, so parameters can be equal only approximately.
     sizes = [row["parameters"] for row in report["rows"].values()]
     none = report["rows"][NONE]["loss"]
     return [
@@ -417,12 +431,14 @@ def write_results(args: argparse.Namespace, report: dict[str, Any]) -> None:
     folder = Path(args.out)
     folder.mkdir(exist_ok=True)
     for name, row in report["rows"].items():
+        # The control has no verdict and therefore no facts of its own.
         if "verdict" in row:
             replace_file(
                 folder / f"facts-{name}.json",
                 (json.dumps({"results": [make_fact(report, row)]}, indent=1) + "\n").encode(),
             )
     path = folder / CARD
+    # Compare bytes: a card that a person wrote may have any encoding.
     if os.path.lexists(path) and not path.read_bytes().startswith(SIGN.encode()):
         print(f"kept {path}: it was not written by `hyperattn compare`", file=sys.stderr)
         return
@@ -440,6 +456,7 @@ def make_fact(report: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     return {
         "metric": "perplexity",
         "value": row["perplexity"],
+        # The card compares with the untrained model; the control is in the notes.
         "base_value": math.exp(report["stock_loss"]),
         "dataset": f"{', '.join(report['texts'])}, held-out part",
         "notes": notes,

@@ -71,9 +71,11 @@ def survey_recipe(trial: Trial, recipe: str) -> None:
     model = load_base_model(trial, recipe)
     added = [p for name, p in model.named_parameters() if ".hyper." in name]
     trial.added[recipe] = sum(p.numel() for p in added)
+    # Attention layers with a patch are the layers to train.
     hosts = [
         name.removesuffix(".hyper") for name, _ in model.named_modules() if name.endswith(".hyper")
     ]
+    # A LoRA rank of a linear layer adds in_features + out_features parameters.
     trial.targets = [
         (name, sum(module.weight.shape))
         for name, module in model.named_modules()
@@ -102,6 +104,7 @@ def choose_ranks(trial: Trial, recipe: str) -> dict[str, int]:
     while over > 0:
         # `max` returns the first of equals, so reversing prefers the last layer.
         name = max(reversed(rank), key=lambda name: rank[name])
+        # One rank less would be farther from the target than the present rank.
         if over < sizes[name] / 2:
             break
         if rank[name] == 1:
@@ -127,6 +130,7 @@ def build_trainable(trial: Trial, recipe: str, seed: int) -> Any:
         "rank_pattern": own,
         "alpha_pattern": {name: SCALE * r for name, r in own.items()},
     }
+    # The seed fixes LoRA's random matrices, which every recipe of a seed shares.
     torch.manual_seed(seed)
     with errors_as(f"--mechanisms {recipe}: cannot be trained with LoRA"):
         if recipe == NONE:
@@ -181,6 +185,7 @@ def train_run(
         marks.append(time.perf_counter())
         on_step()
     read = perplexity(model, trial.held_out, trial.length, prefix=trial.prefix)
+    # A diverged run would make the paired test meaningless.
     if not math.isfinite(read.loss):
         raise ValueError(
             f"{recipe}, seed {seed}: training diverged; use a smaller --rate or --added-rate"
@@ -202,6 +207,7 @@ def compute_loss(model: Any, trial: Trial, draw: random.Random) -> Tensor:
         [torch.tensor(trial.prefix, dtype=torch.long), trial.train[start : start + trial.length]]
     )
     ids = ids[None].to(next(model.parameters()).device)
+    # Logit i predicts token i + 1, so the last one has no target.
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[0, 1:])
 

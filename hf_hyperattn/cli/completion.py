@@ -55,6 +55,7 @@ def make_bash_script(commands: dict[str, Parser]) -> str:
     options = []
     for name, parser in commands.items():
         for action in filter(list_values, parser._actions):
+            # Positional arguments follow the command itself.
             places = [f'"{name} {option}"' for option in action.option_strings] or [
                 f'"{name} {name}"'
             ]
@@ -74,6 +75,7 @@ def make_fish_script(commands: dict[str, Parser]) -> str:
             f"complete -c hyperattn -n __fish_use_subcommand -f -a {name} -d {quote_for_fish(about)}"
         )
     for name, parser in commands.items():
+        # These lines apply only after the sub-command was typed.
         inside = f"complete -c hyperattn -n '__fish_seen_subcommand_from {name}'"
         for action in parser._actions:
             longs = [

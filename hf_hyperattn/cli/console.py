@@ -23,6 +23,7 @@ class ProgressBar(tqdm):
 
     def describe(self, text: str) -> None:
         """Show the name of the current step."""
+        # tqdm disables the bar if stderr is no terminal.
         if self.disable:
             print(text, file=sys.stderr, flush=True)
         else:
@@ -67,7 +68,9 @@ def run_with_report(work: Callable[[argparse.Namespace], int], args: argparse.Na
     """
     if not args.json:
         return work(args)
+    # The command sets it; it stays None if the command fails early.
     args.report = None
+    # Only the JSON may reach stdout, so that programs can parse it.
     with contextlib.redirect_stdout(sys.stderr):
         code = work(args)
     print(

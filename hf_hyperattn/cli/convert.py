@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> None:
     """Convert and write; raise ValueError or OSError for bad input."""
     silence_transformers()
     conversion = make_conversion_config(args)
+    # Check the target before loading, which may take minutes.
     check_replaceable(Path(args.out), args.force, args.model)
     check_place("OUT", args.out)
     config = read_stock_config(args.model)
@@ -37,8 +38,10 @@ def run(args: argparse.Namespace) -> None:
     with errors_as(f"{args.model}: cannot convert it"):
         model = ha.convert(model, conversion)
     after = count_parameters(model)
+    # A new model class may keep no record in its config, but the card needs one.
     record = getattr(model.config, "hyperattn", None) or ha.HyperAttnConfig([conversion]).to_dict()
     base = hub_cards.hub_id_or_none(args.model)
+    # The conversion computed in float32; the checkpoint keeps its dtype.
     save = model.to(dtype_of(config)).save_pretrained
     write_checkpoint(args.out, save, tokenizer, config=record, base_model=base)
     report = {
@@ -61,6 +64,7 @@ def make_conversion_config(args: argparse.Namespace) -> Any:
     Raises:
         ValueError: A setting is unknown, out of range, missing or given twice.
     """
+    # `rank=None` is valid for `patch_model`, but a conversion would change nothing.
     if args.to == "collaborative" and not dict(args.set).get("rank"):
         raise ValueError(
             "--to collaborative replaces nothing without a rank; add --set rank=R, R at most heads times "

@@ -127,7 +127,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--force says nothing without --output; leave it out")
     demo = prepare_demo(args)
     if not args.json:
+        # Show the setting before the measurements, which take minutes.
         print(demo.format_title(), flush=True)
+    # Four rows, each with a pass over the text and a generation.
     with show_progress(4 * (len(demo.ids) + GENERATED_STEP * demo.new_tokens)) as bar:
         rows = measure_rows(demo, bar)
     engine = (
@@ -194,6 +196,7 @@ def prepare_demo(args: argparse.Namespace) -> Demo:
         raise ValueError("--prompt is empty; allowed: any text")
     silence_transformers()
     device = device_of(args.device)
+    # The text is read before the model, so its length is only an upper bound here.
     tokens = args.tokens or default_tokens(args.length or 1024)
     if args.text is None:
         text, text_name = default_text()
@@ -201,6 +204,8 @@ def prepare_demo(args: argparse.Namespace) -> Demo:
         text, text_name = read_text(args.text, CHARACTERS * tokens)
     path = name = args.model
     if path is None:
+        # Find the weights first, so that a missing package is reported before the conversion
+        # begins.
         if smollm2.cached_smollm2() is None:
             smollm2.find_gguf()
             print(
@@ -223,6 +228,7 @@ def prepare_demo(args: argparse.Namespace) -> Demo:
     window = window_of(config, args.length, 1024, len(prefix))
     ids = encode_text(tokenizer, text, args.tokens or default_tokens(window), text_name)
     prompt = prefix + tokenizer(args.prompt, add_special_tokens=False)["input_ids"]
+    # Prompt and new tokens share the positions of the model.
     positions = positions_of(config)
     if positions is not None and len(prompt) + args.generate > positions:
         raise ValueError(
@@ -278,6 +284,7 @@ def measure_rows(demo: Demo, bar: ProgressBar) -> list[Row]:
     bar.describe(STOCK)
     reference = demo.compute_logits(model)
     rows = [measure_row(demo, STOCK, model, bar)]
+    # Measure HSA before cone attention, while the model is still unpatched.
     label, config = choose_hsa_config(demo, model)
     bar.describe(label)
     hf_hyperattn.patch_model(model, config, mode="blend" if label == INJECTED else "replace")
@@ -286,6 +293,7 @@ def measure_rows(demo: Demo, bar: ProgressBar) -> list[Row]:
     bar.describe(PATCHED)
     hf_hyperattn.patch_model(model, hf_hyperattn.ConeConfig())
     rows.append(measure_row(demo, PATCHED, model, bar, reference))
+    # Free the memory of this model before the next one is loaded.
     del model
     gc.collect()
     bar.describe("loading")
@@ -335,6 +343,7 @@ def measure_row(
     difference = ""
     if reference is not None:
         difference = f"{max_logit_difference(demo.compute_logits(model), reference):.1e}"
+    # An untrained replacement can have a perplexity of many digits.
     value = f"{quality.value:,.2f}" if quality.value < 1e6 else f"{quality.value:.1e}"
     cells = (
         label,

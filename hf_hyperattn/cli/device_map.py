@@ -44,7 +44,9 @@ def read_device_map(value: str | None) -> str | dict[str, int | str] | None:
     except (OSError, ValueError) as error:
         raise ValueError(f"--device-map {value!r}: {type(error).__name__}; {allowed}") from error
     if not isinstance(places, dict) or not all(
-        type(place) in (int, str) for place in places.values()
+        # `type` instead of `isinstance`: True and False are ints, but no GPU numbers.
+        type(place) in (int, str)
+        for place in places.values()
     ):
         raise ValueError(f"--device-map {value!r}: not an object of modules and devices; {allowed}")
     return places
@@ -62,6 +64,7 @@ def load_model(cls: Any, args: argparse.Namespace) -> Any:
     if places is not None:
         # Accelerate writes weights here if it cannot read them directly from the checkpoint.
         folder = tempfile.mkdtemp(prefix="hyperattn-")
+        # Offloaded weights are read from this folder until the process ends.
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         options = {"device_map": places, "offload_folder": folder}
     return cls.from_pretrained(args.model, dtype=torch.float32, **options).eval()
@@ -91,10 +94,12 @@ def cast_files(folder: Path, dtype: torch.dtype) -> None:
         # Write a new file and rename it: tensors still map the old file.
         save_file(tensors, file.with_suffix(".cast"), metadata)
         file.with_suffix(".cast").replace(file)
+    # The index of shards records the total size.
     for index in folder.glob("*.safetensors.index.json"):
         content = json.loads(index.read_text())
         content["metadata"]["total_size"] = size
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    # `from_pretrained` with dtype="auto" reads the dtype here.
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -43,6 +43,7 @@ def make_report() -> dict[str, str]:
     missing = []
     engine = check_engine()
     command = describe_compiler()
+    # Each entry says what is slower or impossible without the program.
     if not engine.startswith("cpu"):
         missing.append("compiled kernels: attention runs 3 to 5 times slower on CPUs")
     if command is None and not native.manifest():
@@ -117,7 +118,9 @@ def check_engine() -> str:
     Returns:
         The name of the engine and its largest error.
     """
+    # More than one tile of queries and keys, and small enough to be instant.
     query, key, value = torch.randn(3, 1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
+    # `load` compiles the kernel if necessary, and returns None if it cannot.
     name = "cpu" if library.load("umbral", False) is not None else "blockwise"
     out = functional.cone_attention(query, key, value, backend=name)
     expected = functional.cone_attention(query, key, value, backend="reference")

@@ -35,9 +35,11 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = read_tokenizer(args.model, args.model)
     prefix = prefix_of(tokenizer)
     window = window_of(config, args.length, 1024, len(prefix))
+    # Read only as much of the text as its tokens can need.
     tokens = args.tokens or WINDOWS * window
     text, name = read_text(args.text, CHARACTERS * tokens)
     ids = encode_text(tokenizer, text, tokens, name)
+    # A patched model is measured unpatched too.
     passes = 2 if args.mechanism or is_patched(config) else 1
     with show_progress(passes * len(ids)) as bar:
         bar.describe("loading")
@@ -78,7 +80,9 @@ def summarize_models(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """
     if len(measured) < 2:
         return {"rows": measured, "difference": None, "standard_error": None}
+    # Windows are paired, so that the difficulty of a window cancels.
     differences = [b - a for a, b in zip(measured[OWN]["windows"], measured[PATCHED]["windows"])]
+    # The standard error of a mean needs two values at least.
     error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
     difference = measured[PATCHED]["loss"] - measured[OWN]["loss"]
     return {

@@ -51,11 +51,13 @@ def heal_model(args: argparse.Namespace) -> int:
     state = check_options(args)
     silence_transformers()
     config = load_config(args.model, args.model)
+    # Only a patched model has a teacher: itself without the patch.
     if recorded_hosts(config) is None or not is_causal(args.model, config):
         raise ValueError(
             f"{args.model}: not a patched causal LM; allowed: one, such as `hyperattn inject` writes"
         )
     tokenizer = read_tokenizer(args.model, args.model)
+    # By default, train at the length for which the patch was chosen.
     length = window_of(config, args.length, max(find_tuned_lengths(config.hyperattn), default=2048))
     texts = read_texts(args, tokenizer, length)
     with errors_as(f"{args.model}: cannot load it"):
@@ -71,16 +73,19 @@ def heal_model(args: argparse.Namespace) -> int:
     limit = max_tokens(args, length)
     for name in (name for name, ids in texts.items() if len(ids) == limit):
         print(f"{name}: only its first {limit:,} tokens are used; {args.steps} steps read no more")
+    # Measure before training: the held-out loss must improve for the result to be written.
     before = healing.held_out()
     # Only now is all input known to be good, so that --force may delete an interrupted run.
     if not args.resume:
         state.unlink(missing_ok=True)
     with show_progress(args.steps) as bar:
         bar.describe("learning")
+        # A resumed run begins with the losses of its first part, so the bar jumps ahead.
         healing.run(state, args.save_every, lambda _: bar.advance(len(healing.losses) - bar.n))
     after = healing.held_out()
     show_losses(before, after)
     args.report = build_report(args, healing, before, after)
+    # KL to the original model is the training target, so it also decides.
     if sum(kl for *_, kl in after.values()) >= sum(kl for *_, kl in before.values()):
         print(
             "\nthe held-out texts gain nothing: nothing is written; use more or other text, or lower rates"
@@ -158,6 +163,7 @@ def read_texts(args: argparse.Namespace, tokenizer: Any, length: int) -> dict[st
     for path in args.text:
         text, name = read_text(path, CHARACTERS * tokens)
         texts[name] = torch.tensor(encode_text(tokenizer, text, tokens, name))
+    # Texts are reported by name, so names must differ.
     if len(texts) < len(args.text):
         raise ValueError(
             f"--text {' '.join(args.text)}: two files of one name; allowed: texts of different names"
@@ -213,6 +219,7 @@ def write_result(
 ) -> None:
     """Write the folder: an adapter in float32, or the checkpoint in its own dtype."""
     healed: Any = healing.adapter
+    # Without LoRA, all trained parameters belong to the patch and can be saved with it.
     if not (args.adapter or args.lora):
         healed = healed.merge_and_unload().to(dtype)
     base = hub_cards.hub_id_or_none(args.model)

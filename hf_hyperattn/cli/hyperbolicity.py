@@ -68,6 +68,7 @@ def read_points(args: argparse.Namespace) -> dict[str, Tensor]:
         ValueError: The source is neither a file of points nor a text model.
     """
     path = Path(args.source)
+    # A folder may have a name such as model.csv, and is then a model.
     if path.suffix in READERS and not path.is_dir():
         if args.text is not None:
             raise ValueError("--text says nothing for a file of points; leave it out")
@@ -113,6 +114,7 @@ def check_points(name: str, points: Tensor) -> Tensor:
 @torch.inference_mode()
 def compute_vectors(args: argparse.Namespace) -> dict[str, Tensor]:
     """Return a model's input embeddings, and a text's hidden states by layer."""
+    # Fail at once for a path that does not exist, instead of asking the Hub.
     find_folder(args.source, args.source)
     config = load_config(args.source, args.source)
     ids: list[int] = []
@@ -128,6 +130,7 @@ def compute_vectors(args: argparse.Namespace) -> dict[str, Tensor]:
         sets = {"word vectors": model.get_input_embeddings().weight}
     if ids:
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        # State 0 is the embedding of the tokens, which the word vectors cover.
         sets |= {f"layer {i}": state[0] for i, state in enumerate(states) if i}
     return {name: check_points(name, points.detach()) for name, points in sets.items()}
 
@@ -135,6 +138,7 @@ def compute_vectors(args: argparse.Namespace) -> dict[str, Tensor]:
 def measure_points(points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a random subset of the points, and its shuffled control."""
     draw = torch.Generator().manual_seed(args.seed)
+    # Delta is expensive for many points, so take a random subset.
     points = points[torch.randperm(len(points), generator=draw)[: args.points]]
     # Both use the same seed, so that they draw the same samples.
     ours, control = (
@@ -169,6 +173,7 @@ def print_result(rows: dict[str, dict[str, Any]], asked: dict[str, int]) -> None
         ("points", "number", "2δ/diameter", "shuffled", "mean", "shuffled", "control"), cells
     )
     all_sizes = [row["size"] for row in rows.values()]
+    # Delta grows with the size of a sample, so different sizes do not compare.
     least, most = min(all_sizes), max(all_sizes)
     sizes = f"{least}" if least == most else f"{least} to {most}, which do not compare,"
     below = sum(row["below_control"] for row in rows.values())
@@ -176,5 +181,6 @@ def print_result(rows: dict[str, dict[str, Any]], asked: dict[str, int]) -> None
         f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
         f"Samples of {sizes} points: 0 is a tree, 1 the most"
     )
+    # With few points, all samples are the same, and there is no deviation.
     for count in sorted({row["points"] for row in rows.values() if row["points"] <= asked["size"]}):
         print(f"{count} points: one sample of all, in place of {asked['draws']} of {asked['size']}")

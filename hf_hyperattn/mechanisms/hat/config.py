@@ -73,6 +73,7 @@ def count_cross_blocks(layout: str, blocks: int) -> tuple[int, ...]:
     """
     check_layout("layout", layout)
     if layout not in PUBLISHED:
+        # In a pattern, the number of Cs of a group is the answer.
         groups = tuple(group.count("C") for group in layout.split(" "))
         if len(groups) != blocks:
             raise ValueError(
@@ -159,6 +160,7 @@ class HatConfig(MechanismConfig):
         # Every segment needs a row of weights.
         if self.max_length > longest:
             self._refuse("max_length", f"up to {longest:,}, which makes {MOST_SEGMENTS:,} segments")
+        # These settings describe cross-segment blocks; without any, they would have no effect.
         if not has_cross_blocks(self.layout):
             for name, default in (("cross_blocks", "copy"), ("gated", False)):
                 if getattr(self, name) != default:

@@ -93,10 +93,12 @@ def split_batch(
     each = torch.where(behind, number, 0).amax(1) + 1
     if packed:
         most, total = int(each.max()), int(each.sum())
+        # Reading the data gives the smallest shapes, but synchronises a GPU.
         width = 1 + int(torch.where(behind, inside + 1, 0).max())
         first = each.cumsum(0) - each
         text = torch.arange(B, device=device).repeat_interleave(each, output_size=total)
     else:
+        # The worst case depends on the shape alone, as compilation and export require.
         most = count_segments(N + 1 - int(led is None), length)
         total, width = B * most, min(length, N + 1)
         first = torch.arange(B, device=device) * most
@@ -109,6 +111,7 @@ def split_batch(
     # Every segment begins with the text's CLS token, which also fills its empty places.
     start = (real.long().argmax(1) + torch.arange(B, device=device) * N)[text][:, None]
     tokens = torch.cat([start, torch.where(tokens >= 0, tokens, start)[:, 1:]], 1)
+    # Number the segments of each text, and mark the ones that exist.
     index = torch.arange(most, device=device)
     present = index < each[:, None]
     members = torch.where(present, first[:, None] + index, 0)

@@ -56,6 +56,7 @@ class HeadFusionLayer(MechanismLayer):
         self.query_map = nn.Parameter(torch.empty(size, host.width))
         self.kappa = nn.Parameter(torch.empty(self.count, size))
         self.bias = nn.Parameter(torch.empty(self.count))
+        # Hooks of the analysis; None in ordinary use.
         self.on_weights: Callable[[Tensor], None] | None = None
         self.keep: Callable[[Tensor], Tensor] | None = None
         self.reset_parameters()
@@ -84,6 +85,7 @@ class HeadFusionLayer(MechanismLayer):
         beta = head_weights(hidden, self.query_map, self.kappa, self.bias)
         if self.on_weights is not None:
             self.on_weights(beta)
+        # M · beta is 1 for equal weights, so the initial output is unchanged.
         factors = beta * self.count
         if self.keep is not None:
             factors = factors * self.keep(beta)
@@ -95,6 +97,7 @@ class HeadFusionLayer(MechanismLayer):
         # With tensor parallelism, this process has only some of the heads.
         if rank is not None:
             factors = rank.rows(factors, -1)
+        # From [B, N, M] to the layout of the outputs, [B, M, N, 1].
         by_head = factors.transpose(1, 2)[..., None]
         return plan.change(after=(*plan.after, lambda out: weigh_outputs(out, by_head)))
 
@@ -110,6 +113,7 @@ def weigh_outputs(out: Tensor, factors: Tensor) -> Tensor:
 
     It works in place if no gradient needs `out`.
     """
+    # The softmax is computed in float32, the output keeps its dtype.
     factors = factors.to(out.dtype)
     learning = torch.is_grad_enabled() and (out.requires_grad or factors.requires_grad)
     # A compiler sees functional operators only, and reuses the memory itself.

@@ -62,11 +62,13 @@ def mkl_attention(
     check_beta(query, key, beta, key_beta)
     score = dot_score(query, key, scale)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    # Weight the logits, then let an engine compute softmax and values.
     row = head_weights(beta.to(score.dtype))
     if key_beta is None:
         score = scaled_score(score, row, options)
     else:
         score = weighted_score(score, row, head_weights(key_beta.to(score.dtype)))
+    # One attention for all heads, else one per head.
     if combine:
         out, _ = combined_attention(attention, score, value, options, backend=backend)
         return out.to(query.dtype)
@@ -78,6 +80,7 @@ def check_beta(query: Tensor, key: Tensor, beta: Tensor, key_beta: Tensor | None
     """Raise ValueError if the logits of the weights have a wrong shape."""
     batch, heads, n = query.shape[:3]
     m = key.shape[2]
+    # `beta` has one number per head, or one per head and token if `key_beta` is given.
     rules: dict[str, tuple[Tensor, tuple[int, ...]]] = {"beta": (beta, (heads,))}
     if key_beta is not None:
         rules = {"beta": (beta, (batch, heads, n)), "key_beta": (key_beta, (batch, heads, m))}

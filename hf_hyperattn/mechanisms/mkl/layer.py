@@ -49,6 +49,7 @@ class MklLayer(MechanismLayer):
         super().__init__(config, host, mode, heads)
         known = check_host(config, host, mode, heads)
         self.host = known
+        # Zero logits give equal weights, M · 1/M = 1: the identity.
         if config.kind == "global":
             self.beta = nn.Parameter(torch.zeros(known.heads))
         else:
@@ -77,6 +78,7 @@ class MklLayer(MechanismLayer):
             bias = options.bias.reshape(missing + tuple(options.bias.shape))
             options = replace(options, bias=weighted(bias.to(row.dtype), row, column))
         plan = plan.change(score=score, options=options)
+        # Only the engine call changes; masks and later stages stay as they are.
         if self.config.combine:
             return plan.change(attend=partial(combined_attention, plan.attend))
         # Weighted keys differ between the query heads of a group, so values need as many heads.
@@ -177,6 +179,7 @@ def combined_attention(
             backend=backend if backend in BACKENDS else "auto",
             weights=weights,
         )
+    # Split the values of all heads again.
     out = repeat_heads(out[:, 0].unflatten(-1, (groups, width)).transpose(1, 2), heads)
     return out, shared if shared is None else shared.expand(-1, heads, -1, -1)
 
@@ -186,6 +189,7 @@ def join_dot_products(score: PairScore) -> PairScore:
 
     The queries of a group are summed, since they share their keys.
     """
+    # Gates differ between heads, so they move into the queries.
     gates = [1.0 if t.gate is None else t.gate[:, None, None] for t in score.terms]
     query, key = score.features()
     query = (query * sum(gates)).unflatten(1, (key.shape[1], -1)).sum(2)
@@ -236,6 +240,8 @@ def compute_conditional_weights(
 
 def check_host(config: MklConfig, host: Host | None, mode: str, heads) -> Any:
     """Raise ValueError if the settings do not fit the attention layer."""
+    # Conditional weights are a map of the values, whose width must be known before the first
+    # call.
     known = checks.check_host(
         "mkl", host, *(("value_dim",) if config.kind == "conditional" else ())
     )

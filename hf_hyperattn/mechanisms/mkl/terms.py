@@ -56,6 +56,8 @@ class WeightedTerm(Term):
 
         def pullback(grad):
             by_part = grad * part
+            # The weights are factors of each logit, so their gradients are sums over a row or
+            # column.
             d_row = (by_part * column[-1]).sum(-1, keepdim=True)
             d_column = (by_part * row[-1]).sum(-2, keepdim=True)
             d_part = grad * weight
@@ -74,6 +76,7 @@ class WeightedDistanceTerm(WeightedTerm, DistanceTerm):
     def __init__(self, inner: DistanceTerm, cap: float | None = None):
         super().__init__(inner, cap)
         self.inner: DistanceTerm = inner
+        # The engines read this property of the distance directly.
         self.left_out = inner.left_out
 
     def by_product(self, dot, row, column, head):
@@ -100,6 +103,7 @@ def get_weighted_name(inner: Term, cap: float | None) -> str:
 
 def weighted_term(inner: Term, cap: float | None = None) -> Term:
     """Return the weighted form of a term; register it with the engines on first use."""
+    # Engines treat distance terms differently, so a weighted one must be one too.
     kind: Any = WeightedDistanceTerm if isinstance(inner, DistanceTerm) else WeightedTerm
     return TERMS.get(get_weighted_name(inner, cap)) or register_term(kind(inner, cap))
 
@@ -120,6 +124,7 @@ def weighted_score(
     """
     heads = score.shape[1]
     first = score.terms[0]
+    # Scaled features keep the fast engines for dot products. A cap or gate forbids it.
     if cap is None and len(score.terms) == 1 and first.term is DOT and first.gate is None:
         query, key = score.features()
         term = ScoreTerm(DOT, partial(weighted_logits, first, row, column, None))
@@ -128,6 +133,7 @@ def weighted_score(
         )
     terms = []
     for index, term in enumerate(score.terms):
+        # The softcap acts on the score itself and on terms that are marked as capped.
         inner_cap = cap if index == 0 or term.capped else None
         numbers = term.numbers()
         terms.append(

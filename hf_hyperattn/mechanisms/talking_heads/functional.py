@@ -57,6 +57,7 @@ def talking_heads_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     heads = query.shape[1]
     for name, matrix in (("before", before), ("after", after)):
+        # None is the identity, which costs nothing.
         if matrix is None:
             continue
         check_tensor(name, matrix)
@@ -65,6 +66,7 @@ def talking_heads_attention(
                 f"{name} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}; allowed: floating point numbers, "
                 f"one for each pair of query heads, {(heads, heads)}; or None"
             )
+    # Logits of the dot product; mixing, softmax and values follow in the operator.
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     score = dot_score(query, key, scale)
     out, _ = talking_heads(score, value, options, before=before, after=after, backend=backend)

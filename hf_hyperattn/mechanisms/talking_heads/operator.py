@@ -73,6 +73,7 @@ def talking_heads(
             "backend='blockwise' returns no weights; use backend='reference' or 'auto'"
         )
     check_transforms(backend)
+    # Mixing happens in the dtype of the score, which is at least float32.
     options = checked(options or Options(), score)
     before, after = (None if m is None else m.to(score.dtype) for m in (before, after))
     dense = backend == "reference" or weights or (backend == "auto" and is_small(score))
@@ -97,6 +98,7 @@ def attend_in_blocks(
     score: PairScore, value: Tensor, options: Options, before: Tensor | None, after: Tensor | None
 ) -> tuple[Tensor, None]:
     """Compute `reference.attend` without N x M matrices; no weights are returned."""
+    # The operator takes a list of tensors; `extras` names the optional ones.
     matrices = {name: m for name, m in (("before", before), ("after", after)) if m is not None}
 
     def call_operator(
@@ -136,6 +138,7 @@ class Talk:
         keys = self.call.tensors.key.shape[2]
         index = 0
         on_cpu = self.call.tensors.query.device.type == "cpu"
+        # Tiles are cut by rows only, since heads mix over all keys of a row.
         rows = count_tile_rows(n, kv_heads * group * keys, 1 if on_cpu else ON_GPU)
         for b in range(batch):
             for i in range(0, n, rows):
@@ -184,6 +187,7 @@ def read_matrices(tensors: Sequence[Tensor], extras: str) -> list[Tensor | None]
     They are None if absent, or if their gradient is not needed.
     """
     names = extras.split()
+    # The optional tensors are the last ones.
     named = dict(zip(names, tensors[len(tensors) - len(names) :], strict=True))
     matrices = (named.get(name) for name in ("before", "after"))
     return [None if m is None or m.dim() < 2 else m for m in matrices]
@@ -198,6 +202,7 @@ def count_tile_rows(queries: int, logits: int, larger: int = 1) -> int:
         larger: Factor of the tile size.
     """
     logits = max(1, logits)
+    # Aim for `ELEMENTS`, but take enough rows for fast products, up to the memory limit.
     rows = max(larger * ELEMENTS // logits, min(LEAST_ROWS, larger * MOST_ELEMENTS // logits))
     return max(1, min(queries, rows))
 
@@ -214,6 +219,7 @@ def mix_heads(matrix: Tensor | None, x: Tensor) -> Tensor:
     """
     if matrix is None:
         return x
+    # Flattened, mixing is one matrix product over all pairs of the tile.
     heads = x.shape[:2] if matrix.shape[0] == matrix.shape[1] else (len(matrix), 1)
     return torch.mm(matrix, x.view(matrix.shape[1], -1)).view(*heads, *x.shape[2:])
 
@@ -238,6 +244,7 @@ def forward(tensors: Sequence[Tensor], score_key: str, extras: str, *rest) -> tu
     for tile in talk.iterate_tiles():
         logits = talk.compute_logits(tile, blockwise.evaluate_terms(tile, derive=False))
         weights, _ = talk.compute_weights(tile, logits)
+        # Dropout acts on the mixed weights, as in the paper.
         weights = mix_heads(talk.after, weights)
         factors = blockwise.keep(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
@@ -308,6 +315,7 @@ def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
     tile.of_key(grads.value).add_(tile.transposed_product(mixed_weights, grad))
     # P_w, then the softmax.
     d_weights = backward_mix(talk.after, into.after, weights, d_mixed_weights)
+    # The derivative of the softmax, from its output.
     d_mixed_logits = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
     if grads.sinks is not None and sunk is not None:
         # A sink is one more logit of the softmax, without a value.
@@ -329,6 +337,7 @@ def backward_mix(matrix: Tensor | None, into: Tensor | None, x: Tensor, grad: Te
     """
     if matrix is None:
         return grad
+    # y = P x has the gradients dx = Pᵀ dy and dP = dy xᵀ.
     flat = grad.view(len(matrix), -1)
     if into is not None:
         into.addmm_(flat, x.view(matrix.shape[1], -1).T)

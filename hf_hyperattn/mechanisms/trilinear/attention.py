@@ -97,6 +97,7 @@ def attend_in_tiles(
     """
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks, "offset": offset}
     if options.dropout_p:
+        # A seed as a tensor, so that backward draws the same dropout as forward.
         extras["seed"] = torch.randint(2**62, (1,))
     extras = {name: t for name, t in extras.items() if t is not None}
     # An operator takes only tensors, numbers and strings, so options become a list of integers.
@@ -115,6 +116,7 @@ def read_call(
     dropout_p: float,
 ) -> SimplicialCall:
     """Rebuild a call from the operator's arguments; 0 means no window."""
+    # `extras` names the optional tensors, in their order.
     named = dict(zip(extras.split(), tensors[MAIN:], strict=True))
     is_causal, window, offset, first, second, back = ints
     offset = int(named["offset"]) if "offset" in named else offset
@@ -136,6 +138,7 @@ def read_call(
 def group_tensors(tensors: Sequence[Tensor], named: dict[str, Tensor]) -> SimplicialTensors:
     """Group tensors, or their gradients, by key heads."""
     query, key, key2, value, value2 = tensors[:MAIN]
+    # Query heads of a group share a key head, so a tile serves all of them.
     group = (key.shape[1], query.shape[1] // key.shape[1])
     mask, bias = (by_group(named.get(name), group) for name in ("mask", "bias"))
     sinks = named["sinks"].view(group) if "sinks" in named else None
@@ -163,6 +166,7 @@ def simplicial_forward(
     call = read_call(tensors, extras, ints, softcap, dropout_p)
     t = call.tensors
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
+    # The backward pass needs the largest logit and the sum of every row.
     sums = t.query.new_empty(2, *t.query.shape[:-1])
     for block, chunks in call.iterate_blocks():
         block_out, block_sums = tiles.compute_block(block, chunks)
@@ -193,6 +197,7 @@ def simplicial_backward(
     """Compute the gradients of all tensors; empty for an extra that needs none."""
     call = read_call(tensors, extras, ints, softcap, dropout_p)
     buffers = [out.new_zeros(shape) for shape in gradient_shapes(tensors, needs_grad, extras)]
+    # Masks and seeds get no gradient from tiles.
     learned = [(n, b) for n, b in zip(extras.split(), buffers[MAIN:]) if n in ("bias", "sinks")]
     # The views of `grads` share memory with the buffers, so tiles add into the buffers.
     grads = group_tensors(buffers, {name: b for name, b in learned if b.shape != (0,)})
@@ -224,6 +229,7 @@ def _count_flops(shapes: Sequence, ints: Sequence[int], backward: bool) -> int:
     """
     (batch, heads, queries, width), (_, _, keys, _), _, (*_, value_width) = shapes[:4]
     *_, first, second, back = ints
+    # A window that looks both ways has 2w - 1 keys.
     reach = [min(keys, w if back else 2 * w - 1) if w else keys for w in (first, second)]
     each = 3 * width + 2 * value_width if backward else width + value_width
     return 2 * batch * heads * queries * math.prod(reach) * each

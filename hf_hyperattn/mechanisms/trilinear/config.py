@@ -59,6 +59,7 @@ class TrilinearConfig(MechanismConfig):
         object.__setattr__(self, "windows", check_windows("TrilinearConfig.", self.windows))
         if self.rank is not None and self.tensor != "cp":
             self._refuse("rank", "None with tensor other than 'cp'")
+        # The default windows are accepted here: the user did not choose them.
         if self.form == "bidaf":
             if self.tensor != "identity":
                 self._refuse("tensor", "'identity' with form='bidaf', which has no tensor")
@@ -98,6 +99,7 @@ def check_windows(owner: str, windows) -> tuple[int | None, int | None] | None:
     """
     if windows is None:
         return None
+    # JSON turns tuples into lists.
     is_pair = isinstance(windows, tuple | list) and len(windows) == 2
     if not is_pair or not all(
         w is None or (type(w) is int and 1 <= w <= MOST_INTEGER) for w in windows

@@ -76,6 +76,7 @@ def trilinear_attention(
             )
     check_choice("backend", backend, BACKENDS)
     spans = Windows(*(check_windows("", windows) or (None, None)), is_causal)
+    # Half precision is computed in float32 and rounded once at the end.
     dtype = working_dtype(query, key, value, key2, value2)
     scaled, key, value, key2, value2 = (t.to(dtype) for t in (query, key, value, key2, value2))
     scaled = scaled * (float(query.shape[-1]) ** -0.5 if scale is None else scale)
@@ -110,5 +111,6 @@ def bidaf_scores(query: Tensor, key: Tensor, *, w1: Tensor, w2: Tensor, w3: Tens
                 f"{name} has shape {tuple(w.shape)}; allowed: ({heads}, {width}) or ({width},)"
             )
     dtype = working_dtype(query, key, w1, w2, w3)
+    # One vector for all heads is allowed.
     w1, w2, w3 = (torch.broadcast_to(w.to(dtype), (heads, width)) for w in (w1, w2, w3))
     return reference.bidaf_scores(query.to(dtype), key.to(dtype), w1, w2, w3)

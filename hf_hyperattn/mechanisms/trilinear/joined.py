@@ -64,6 +64,7 @@ class Joined:
 
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     """Return the rows, int64 [B|1, N], of a tensor [B, H, N, d]."""
+    # Either may be the same for all batch elements.
     batch = max(tensor.shape[0], rows.shape[0])
     tensor = tensor.expand(batch, -1, -1, -1)
     return tensor.gather(
@@ -79,6 +80,7 @@ def take_pairs(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         rows: int64 [B|1, N].
         columns: int64 [B|1, M].
     """
+    # Axes of size 1 are broadcast and need no reordering.
     tensor = tensor[(None,) * (4 - tensor.dim())]
     tensor = tensor if tensor.shape[2] == 1 else take_rows(tensor, rows)
     return tensor if tensor.shape[3] == 1 else take_rows(tensor.mT, columns).mT
@@ -151,6 +153,7 @@ def join_tokens(call: HostCall, start: int | Tensor, grows: bool) -> Joined | No
     tokens = find_real_tokens(call, grows)
     if tokens is None:
         return None
+    # If the mask can be read and all real tokens are adjacent already, nothing needs to move.
     if (
         can_read(tokens.keys)
         and isinstance(start, int)

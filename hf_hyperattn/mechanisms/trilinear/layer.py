@@ -159,6 +159,7 @@ class SimplicialLayer(MechanismLayer):
         self.gate = self.per_head(host) if gated else None
         self.key_map = nn.Parameter(torch.zeros(groups, width, width))
         self.value_map = nn.Parameter(torch.zeros(groups, known.value_dim, known.value_dim))
+        # Differences from the identity, so that zero changes nothing.
         if config.tensor == "distmult":
             self.diagonal = nn.Parameter(torch.zeros(known.heads, width))
         if config.tensor == "cp":
@@ -198,6 +199,7 @@ class SimplicialLayer(MechanismLayer):
         simplicial_options = add_score_bias(score, options)
         start: int | Tensor = options.offset
         joined = None
+        # Windows need the position of each query among the keys, which pruned caches have lost.
         if self.config.windows:
             refuse_pruned(call, "trilinear")
             start = call.first_query("trilinear", self.known)
@@ -233,6 +235,7 @@ class SimplicialLayer(MechanismLayer):
             # An unused gate gets a gradient of zero: optimizers and DDP expect one.
             return outputs if gate is None else (outputs[0] + 0.0 * gate.sum(), outputs[1])
         plain = original(score, value, options, backend=backend, weights=weights)
+        # (1 - share) · plain + share · three-way, for outputs and weights.
         mixed: Any = (
             None if a is None else a + share * (b - a) for a, b in zip(plain, outputs, strict=True)
         )
@@ -250,6 +253,7 @@ class SimplicialLayer(MechanismLayer):
         gated = None
         if gate is not None and self.rank < self.width:
             gated = torch.ones((), dtype=torch.bool, device=call.query.device)
+        # A sequence that fits into the window loses no key.
         elif gate is not None and w1 is not None and call.key.shape[2] > w1:
             gated = find_cut_queries(call, start, w1, self.known.grows)
         if gated is None and mask is None:
@@ -276,6 +280,7 @@ class SimplicialLayer(MechanismLayer):
 
     def check_shapes(self, key: Tensor, value: Tensor, p: dict[str, Tensor]) -> None:
         """Raise ValueError if keys or values do not have the shapes of the patched layer."""
+        # Some families pass keys of another width than their config says.
         shapes = (key.shape[1], key.shape[-1], value.shape[-1])
         built = (len(p["key_map"]), self.width, p["value_map"].shape[-1])
         if shapes != built:
@@ -288,6 +293,7 @@ class SimplicialLayer(MechanismLayer):
     def identical(self) -> bool:
         if self.rank < self.width:
             return self.gate is not None and not bool(self.gate.any())
+        # Without a gate, a window of j may hide keys of the original attention.
         exact = self.gate is not None or self.windows.first is None
         return exact and not any(bool(p.any()) for p in self.parameters())
 
@@ -307,6 +313,7 @@ def find_cut_queries(
     options = call.options
     i = torch.arange(n, device=call.query.device) + start
     if options.mask is not None:
+        # First and last visible key of every query, from the mask.
         low, high, seen = call.read_mask(grows).ends
         tokens = find_real_tokens(call, grows)
         # Windows count tokens without padding.
@@ -321,6 +328,7 @@ def find_cut_queries(
         if options.window is not None:
             low = (i - options.window + 1).clamp_min(0)
             high = torch.minimum(high, i + options.window - 1)
+    # A bidirectional window also looks ahead.
     ahead = 0 if call.is_causal else window - 1
     cut = ((low <= i - window) | (high > i + ahead)) & seen
     return cut if cut.dim() == 3 else cut[None, None]

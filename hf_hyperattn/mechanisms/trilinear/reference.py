@@ -83,11 +83,13 @@ def simplicial(
         options, windows.first, windows.back, i, j, logits, options.mask, options.bias
     )
     second = sum_masks(options, windows.second, windows.back, i, j, logits, options.mask)
+    # Masks of j and of k are added on their own axes.
     logits = logits + first[..., :, None] + second[..., None, :]
     if options.sinks is not None:
         # A sink replaces the key j only, so the mask of k still applies to it.
         sinks = (options.sinks[:, None, None] + second).expand(*logits.shape[:3], m)
         logits = torch.cat([logits, sinks[..., None, :]], -2)
+    # One softmax over all pairs (j, k); the sink's row is cut off afterwards.
     weights = softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])[..., :m, :]
     return torch.einsum("bhnjk,bhjv,bhkv->bhnv", dropout(weights, options), v, v2), weights.sum(-1)
 

@@ -85,6 +85,7 @@ class SimplicialCall:
             self.count_reachable(self.windows.first),
             self.count_reachable(self.windows.second),
         )
+        # First guess: as many queries as fit if all of them saw the same keys.
         size = max(1, ELEMENTS // max(1, group * second * first))
         # Several queries see more keys j than one, so shrink the block until a tile fits.
         while size > 1 and group * second * size * min(self.keys, first + size - 1) > ELEMENTS:
@@ -129,6 +130,7 @@ class Block:
         # The keys j of all rows form one range, found from causality and the window alone.
         near = options.is_causal or (windows.back and windows.first is not None)
         reach = Options(is_causal=near, window=windows.first, offset=options.offset)
+        # Keys outside of this range are never loaded.
         self.columns = key_range(reach, self.rows, call.keys)
         self.sliding = call.count_reachable(windows.second) < call.keys
         like = call.tensors.query
@@ -158,6 +160,7 @@ class Block:
         call = self.call
         group = call.tensors.query.shape[2]
         total = call.count_reachable(call.windows.second)
+        # Without a window of k, causality hides all keys after the last query.
         if not self.sliding and call.options.is_causal:
             total = min(total, self.rows.stop + call.options.offset)
         size = max(1, ELEMENTS // max(1, group * len(self.rows) * len(self.columns)))
@@ -229,6 +232,7 @@ class Chunk:
         """
         place = (self.block.batch, self.block.head)
         columns = self.block.columns
+        # All rows are views, so that gradients can be added in place.
         views = {"query": self.block.of_query(t.query)}
         for name, low, high in (("", columns.start, columns.stop), ("2", self.low, self.high)):
             views |= {n + name: getattr(t, n + name)[place][low:high] for n in ("key", "value")}
@@ -257,6 +261,7 @@ class Chunk:
         )
         cap = self.block.call.options.softcap
         logits = logits if cap is None else torch.tanh(logits / cap) * cap
+        # In place: the tile is the largest tensor of this computation.
         logits = logits.add_(self.block.first[..., None, :])
         return logits.add_(views["bias"][..., None, :]) if "bias" in views else logits
 
@@ -322,6 +327,7 @@ def compute_block(block: Block, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
             highest = torch.full_like(logits.sum(-1), float("-inf"))
         if t.sinks is not None:
             highest = torch.maximum(highest, views["sinks"][:, None, None])
+        # The new maximum includes the masks of k, which are not in the logits yet.
         new = torch.maximum(top, (highest + chunk.second).amax(-1))
         part, total = chunk.sum_weights(views, logits, new)
         # Online softmax: rescale earlier sums to the new maximum.
@@ -354,6 +360,7 @@ def add_chunk_gradients(
     into = chunk.take_views(grads)
 
     with autograd_inside_operator():
+        # Autograd computes the gradients of this chunk only.
         learned = {name: views[name].detach().requires_grad_() for name in into}
         out, total = chunk.sum_weights(views | learned, chunk.compute_logits(views | learned), top)
         share = (grad * out).sum() - (delta * total).sum()
