@@ -73,8 +73,8 @@ def talking_heads(
             "backend='blockwise' returns no weights; use backend='reference' or 'auto'"
         )
     check_transforms(backend)
-    # Mixing happens in the dtype of the score, which is at least float32.
     options = checked(options or Options(), score)
+    # Mixing happens in the dtype of the score, which is at least float32.
     before, after = (None if m is None else m.to(score.dtype) for m in (before, after))
     dense = backend == "reference" or weights or (backend == "auto" and is_small(score))
     with full_precision(score.device):
