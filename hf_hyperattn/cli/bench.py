@@ -164,7 +164,7 @@ def print_result(report: dict[str, Any]) -> None:
     if None in new.values():
         print("\nnone: one token came, and none after it; the model ends there on random tokens")
     if report["logit_difference"] is None:
-        print("\nno match checked: its original is not in the checkpoint")
+        print("\nOutputs not compared: the checkpoint does not contain its original attention")
         return
     print(
         f"\nmax |Δ logit| {report['logit_difference']:.1e}; the first {report['same_tokens']} of "

@@ -271,7 +271,7 @@ def finish_runs(trial: Trial, state: dict[str, Any], bar: ProgressBar) -> None:
     bar.total = len(names) * state["steps"]
     bar.n = 0
     if state.get("stock") is None:
-        bar.describe("reading the model as it is")
+        bar.describe("measuring the untrained model")
         state["stock"] = perplexity(
             load_model(args), trial.held_out, trial.length, prefix=trial.prefix
         ).loss
@@ -400,9 +400,9 @@ def describe_result(report: dict[str, Any]) -> list[str]:
     none = report["rows"][NONE]["loss"]
     return [
         *sentences,
-        f"trained parameters differ by at most {(max(sizes) - min(sizes)) / min(sizes):.2%}; the model as it is: "
+        f"trained parameters differ by at most {(max(sizes) - min(sizes)) / min(sizes):.2%}; untrained model: "
         f"{report['stock_loss']:.4f} nats, LoRA alone {none - report['stock_loss']:+.4f}",
-        "the uncertainty is that of seeds, on these texts, at these rates and steps: other texts may say otherwise",
+        "the uncertainty covers only seeds; other texts, rates or numbers of steps may give another result",
         *(
             [NOT_YET]
             if any(row.get("verdict") == BETTER for row in report["rows"].values())

@@ -172,7 +172,7 @@ def describe_cone_engine() -> str:
         return "plain torch; `hyperattn doctor` says whether compiled kernels are there"
     carried = native.prebuilt()
     if carried is not None and loaded[0].library is carried.library:
-        return f"the fused engine, cpu: kernels of the wheel, for {carried.level}"
+        return f"the fused engine, cpu: kernels from the wheel, for {carried.level}"
     return "the fused engine, cpu: kernels compiled on this machine"
 
 

@@ -57,7 +57,7 @@ def make_report() -> dict[str, str]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "compiler": command or "none",
         "kernels": describe_kernels(
-            "compiled when first used" if command else "not compiled, for want of a compiler"
+            "compiled when first used" if command else "not compiled: there is no compiler"
         ),
         "cache": describe_cache(),
         "cone attention": engine,
@@ -71,7 +71,7 @@ def find_version(program: str) -> str | None:
     try:
         return version(program) if importlib.util.find_spec(program) else None
     except PackageNotFoundError:
-        return "of its source"
+        return "from source"
 
 
 def describe_compiler() -> str | None:
@@ -97,9 +97,7 @@ def describe_kernels(others: str) -> str:
     except ValueError as error:
         return str(error)
     if carried is not None:
-        return (
-            f"of the wheel, for {carried.level}: {len(carried.scores)} scores; others are {others}"
-        )
+        return f"from the wheel, for {carried.level}: {len(carried.scores)} scores; others are {others}"
     return f"{others}, for {level or 'this CPU'}; the installed package carries none"
 
 

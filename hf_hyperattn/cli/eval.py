@@ -112,7 +112,7 @@ def print_result(report: dict[str, Any]) -> None:
         if OWN in report["rows"]:
             print("\nOne row: the model has one attention; --mechanism patches another in")
         else:
-            print("\nOne row: it was converted or saved so that its original is not in it")
+            print("\nOne row: the checkpoint does not contain its original attention")
         return
     error = report["standard_error"]
     uncertainty = "one window, no error known"

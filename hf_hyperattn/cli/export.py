@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     # The user must notice files that the copy lacks.
     if left_out:
         print(
-            f"left out, as no part of a checkpoint or as code of others: {', '.join(map(repr, left_out))}"
+            f"left out, as foreign code or no part of a checkpoint: {', '.join(map(repr, left_out))}"
         )
     # The code of some families cannot be copied and is imported instead.
     if packages:

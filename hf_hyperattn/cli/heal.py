@@ -66,7 +66,7 @@ def heal_model(args: argparse.Namespace) -> int:
     healing = make_healing(args, model, texts, length, prefix_of(tokenizer))
     count = sum(p.numel() for p in healing.trained().values())
     print(
-        f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
+        f"{Path(args.model).name}: {count:,} trainable parameters, {args.steps} steps of {length:,} tokens, seed "
         f"{args.seed}\nTexts: {', '.join(texts)}",
         flush=True,
     )

@@ -175,11 +175,11 @@ def print_result(rows: dict[str, dict[str, Any]], asked: dict[str, int]) -> None
     all_sizes = [row["size"] for row in rows.values()]
     # Delta grows with the size of a sample, so different sizes do not compare.
     least, most = min(all_sizes), max(all_sizes)
-    sizes = f"{least}" if least == most else f"{least} to {most}, which do not compare,"
+    sizes = f"{least}" if least == most else f"{least} to {most} (not comparable)"
     below = sum(row["below_control"] for row in rows.values())
     print(
-        f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
-        f"Samples of {sizes} points: 0 is a tree, 1 the most"
+        f"\n{below} of {len(rows)} have a mean delta below their control by 3 standard errors, nearer to a tree. "
+        f"Samples of {sizes} points: 0 is a tree, 1 the maximum"
     )
     # With few points, all samples are the same, and there is no deviation.
     for count in sorted({row["points"] for row in rows.values() if row["points"] <= asked["size"]}):

@@ -40,9 +40,9 @@ ROWS, QUERIES = 384, 1024
 #: Options that an encoder does not use, and why.
 NOT_OF_ENCODERS = {
     "rows": "which is measured on whole passages",
-    "seed": "of which nothing is drawn",
-    "retrieval_budget": "which answers nothing",
-    "resume": "of which nothing is kept",
+    "seed": "which samples no queries",
+    "retrieval_budget": "which has no retrieval tasks",
+    "resume": "whose measurements are not stored",
     "cost": "whose rules go by layer, and which keeps no cache",
 }
 #: Options that some mechanisms do not use: (option, mechanisms).

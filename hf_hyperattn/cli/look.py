@@ -263,9 +263,7 @@ def suggest_for_patched(
     # Short texts never close a block, so the page would show nothing of HSA.
     if "hsa" in patched:
         length = f"{2 * data['tokens']}"
-        text = (
-            "Blocks close only away from the query. Twice the length, where model and text have it:"
-        )
+        text = "HSA closes only blocks far from the query. Look at twice the length, if model and text allow it:"
         steps.append(
             (
                 text,

@@ -91,12 +91,12 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{'would push' if args.dry_run else 'pushed'} to {args.repo}: {', '.join(report['files'])}"
     )
-    for what, names in (
-        ("left out, as no part of it", left_out),
-        ("deleted there", report["deleted"]),
+    for label, names in (
+        ("left out, not part of the checkpoint", left_out),
+        ("deleted on the Hub", report["deleted"]),
     ):
         if names:
-            print(f"{what}: {', '.join(map(repr, names))}")
+            print(f"{label}: {', '.join(map(repr, names))}")
     # The facts appear only on a generated card.
     if args.facts is not None and report["card_stays"]:
         print("--facts says nothing: README.md was written by hand and stays")
