@@ -20,7 +20,7 @@ from ..inject import Allocation, hsa, sparse
 from ..inject.causal import RETRIEVAL, CausalInjection
 from ..inject.encoder import EncoderInjection
 from ..inject.injection import ROUNDS, Losses, ids_of
-from ..inject.pays import Pays, faster, pays_from
+from ..inject.pays import Pays, is_faster, pays_from
 from ..inject.retrieval import least_right
 from ..integration.checkpoint_files import errors_as
 from . import device_map
@@ -125,9 +125,9 @@ def inject_rules(args: argparse.Namespace) -> int:
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
         model = device_map.load_model(kind, args)
     injection = make_injection(args, task, model)
-    with show_progress(injection.steps()) as bar:
+    with show_progress(injection.count_steps()) as bar:
         report = injection.run(bar)
-        rivals = injection.compare(bar) if args.compare else {}
+        rivals = injection.compare_rivals(bar) if args.compare else {}
         bar.describe("timing")
         # Find the length from which the rules are faster than the original attention.
         pays = pays_from(
@@ -289,11 +289,11 @@ def check_speed(
     """
     # Both times come from the same pass, so that the machine's load affects them alike.
     before, after = (report["attention_seconds"][key] for key in ("before", "after"))
-    report["faster"] = faster((before, after))
+    report["faster"] = is_faster((before, after))
     word = "faster" if report["faster"] else "NOT faster"
     print(
         f"\nAt {report['length']:,} tokens attention is {word} than the original model's on this machine "
-        f"({after / before:.2f}x the time). {pays.text()}"
+        f"({after / before:.2f}x the time). {pays.to_sentence()}"
     )
     # Only sparse rules promise speed. HSA and cache bytes are chosen for other reasons.
     if report["faster"] or args.mechanism == "hsa" or args.allow_slower or args.cost == "bytes":

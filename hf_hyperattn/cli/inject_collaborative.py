@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..analysis import perplexity
-from ..inject.encoder import distance, embeddings
+from ..inject.encoder import cosine_distance, embed_passages
 from ..integration.checkpoint_files import class_of, errors_as
-from ..integration.collaborative.conversion import report, share_heads
+from ..integration.collaborative.conversion import format_report, share_heads
 from ..mechanisms.collaborative.config import CollaborativeConfig
 from . import device_map
 from .console import print_table
@@ -50,7 +50,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
 
     # `share_heads` calls this after the decomposition, before the projections are replaced.
     def show_and_measure(parts: list) -> None:
-        print(report(model, parts, dtype), flush=True)
+        print(format_report(model, parts, dtype), flush=True)
         before.update({} if task is None else measure_texts(task, model))
 
     examples = None
@@ -65,7 +65,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
         for text, value in measure_texts(task, model).items():
             if task.is_encoder:
                 # An encoder is compared with itself before the change, which has distance 0.
-                losses[text] = [0.0, distance(before[text], value)]
+                losses[text] = [0.0, cosine_distance(before[text], value)]
             else:
                 losses[text] = [before[text], value]
         print(f"\nOn the last third of each text ({task.length} tokens a piece):")
@@ -101,7 +101,7 @@ def measure_texts(task: Task, model: Any) -> dict[str, Any]:
         By text name: embeddings [B, e] of an encoder, or the perplexity of a causal LM.
     """
     if task.is_encoder:
-        return {name: embeddings(model, ids) for name, ids in task.texts[2].items()}
+        return {name: embed_passages(model, ids) for name, ids in task.texts[2].items()}
     return {name: perplexity(model, ids, len(ids)).value for name, ids in task.texts[2].items()}
 
 
