@@ -12,7 +12,7 @@ from hf_hyperattn.mechanisms.collaborative.layer import (
     own_dimensions,
     shared_score,
 )
-from hf_hyperattn.mechanisms.collaborative.reference import collaborative_scores, concatenated
+from hf_hyperattn.mechanisms.collaborative.reference import collaborative_scores, concatenate_heads
 
 HEADS, D = 4, 3
 
@@ -175,7 +175,7 @@ def test_layers_start_as_ordinary_heads():
 
 def test_concatenated_puts_heads_side_by_side():
     (x,) = tensors((2, 2, 5, D))
-    rows = concatenated(x, 4)
+    rows = concatenate_heads(x, 4)
     assert rows.shape == (2, 5, 4 * D)
     for h in range(4):
         assert torch.equal(rows[..., h * D : h * D + D], x[:, h // 2])

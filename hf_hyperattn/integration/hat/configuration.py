@@ -11,8 +11,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...fields import refuse
-from ...mechanisms.hat.config import HatConfig, counts, has_cross_blocks
-from ...mechanisms.hat.segments import segments_of
+from ...mechanisms.hat.config import HatConfig, count_cross_blocks, has_cross_blocks
+from ...mechanisms.hat.segments import count_segments
 from ...selection import MOST
 
 logger = logging.getLogger("hf_hyperattn")
@@ -89,13 +89,13 @@ class HatEncoderConfig(PreTrainedConfig):
                 self.num_hidden_layers,
                 f"numbers from 1 to {MOST:,}",
             )
-        counts(self.layout, self.num_hidden_layers)
+        count_cross_blocks(self.layout, self.num_hidden_layers)
         super().__post_init__(**kwargs)
 
     @property
     def cross_blocks(self) -> tuple[int, ...]:
         """Return the number of cross-segment blocks after each segment-wise block."""
-        return counts(self.layout, self.num_hidden_layers)
+        return count_cross_blocks(self.layout, self.num_hidden_layers)
 
     @property
     def max_segments(self) -> int:
@@ -103,6 +103,6 @@ class HatEncoderConfig(PreTrainedConfig):
 
         It has room for a CLS token in front of the text, if there is a CLS token id.
         """
-        return segments_of(
+        return count_segments(
             self.max_position_embeddings + (self.cls_token_id is not None), self.segment_length
         )

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 from transformers.utils import ModelOutput, can_return_tuple
 
-from ...mechanisms.hat.segments import Segments, segment
+from ...mechanisms.hat.segments import Segments, split_batch
 from ...readable import can_read
 from .configuration import HatEncoderConfig
 
@@ -332,7 +332,9 @@ class HatModel(HatPreTrainedModel):
                 f"segment_ids has shape {tuple(groups.shape)}; allowed: {tuple(real.shape)}, and None in a compiled "
                 "graph, whose shapes cannot depend on it"
             )
-        segments = segment(real, self.config.segment_length, led, packed=readable, groups=groups)
+        segments = split_batch(
+            real, self.config.segment_length, led, packed=readable, groups=groups
+        )
         # Short groups make more segments than the table of segment positions has rows.
         number = segments.present.shape[1]
         most = self.config.max_segments
