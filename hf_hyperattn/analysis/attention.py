@@ -19,7 +19,7 @@ from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.cone import reference as cone
 from ..mechanisms.hsa.masks import hierarchy_for
-from ..mechanisms.hsa.reference import cover, kin
+from ..mechanisms.hsa.reference import find_cover, list_kin
 from ..mechanisms.hsa.request import linear_features
 from ..mechanisms.hsa.tree.key import trees_of
 from ..mechanisms.hyperbolic import reference as hyperbolic
@@ -353,13 +353,13 @@ def hsa_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
     )
     spare = len(tokens) - length
     logits, seen = (torch.nn.functional.pad(t, (0, spare)) for t in (logits, seen))
-    facts = kin(tree)
+    facts = list_kin(tree)
     covers: list[Any] = []
     for head in range(heads):
         rules = {n: values[head] for n, values in counts.items()}
         rows = []
         for i in queries if part.heads is None or head in part.heads else ():
-            read, blocks = cover(logits[head, i], i, tree, facts, seen[head, i], **rules)
+            read, blocks = find_cover(logits[head, i], i, tree, facts, seen[head, i], **rules)
             closed = sorted([facts[1][b][0], facts[1][b][-1] + 1] for b in blocks)
             rows.append({"tokens": len(read), "closed": closed})
         covers.append(rows or None)

@@ -22,7 +22,7 @@ from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
-from ..mechanisms.hsa.masks import hierarchy_for, restricted
+from ..mechanisms.hsa.masks import hierarchy_for, restrict_to_real
 from ..mechanisms.hsa.request import Request, lay_under_mask, linear_features
 from ..mechanisms.selection.places import real_tokens
 from ..selection import Choice
@@ -133,7 +133,7 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
         reading = call.read_mask()
         real = reading.real_if_only_padding
         if real is not None:
-            hierarchy, mask = restricted(hierarchy, real), None
+            hierarchy, mask = restrict_to_real(hierarchy, real), None
         elif rule.tying == "key":
             request = Request(hierarchy, rule, is_causal=False, chunk=call.chunk)
             hierarchy, place = lay_under_mask(hierarchy, reading, request)

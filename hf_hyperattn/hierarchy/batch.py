@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..attached import attach, attached_to
 from .ids import checked_ids, checked_mask, extended_ids, ids_of_tree, levels_of, tree_of_ids
-from .shapes import around, joined_ids, quadtree_ids, span_parents
-from .text import Level, checked_levels, outlined
+from .shapes import add_special_ids, joined_ids, quadtree_ids, span_parents
+from .text import Level, checked_levels, outline_ids
 from .tree import Tree
 from .windows import checked_sizes, window_ids, windows_tree
 
@@ -172,7 +172,7 @@ class Hierarchy:
             ValueError: an unknown level, offsets beyond the text, numbers of rows that differ.
         """
         return cls.from_ids(
-            *outlined(text, offsets, checked_levels(levels), attention_mask, sequence_ids)
+            *outline_ids(text, offsets, checked_levels(levels), attention_mask, sequence_ids)
         )
 
     @classmethod
@@ -196,7 +196,7 @@ class Hierarchy:
         Raises:
             ValueError: no patches, or a factor below 2.
         """
-        ids = around(quadtree_ids(rows, columns, factor), before, after)
+        ids = add_special_ids(quadtree_ids(rows, columns, factor), before, after)
         return cls.from_ids(ids[None], ("", kind, "cell"))
 
     @classmethod
@@ -291,12 +291,12 @@ class Hierarchy:
                 f"the hierarchy covers {self.length} tokens, attention has {length}; allowed: equal numbers, padding "
                 "and special tokens included"
             )
-        fitted = self if length == self.length else self._resized(length)
-        fitted = fitted if fitted.rows in (1, batch) else fitted._repeated(batch // fitted.rows)
+        fitted = self if length == self.length else self._resize_rows(length)
+        fitted = fitted if fitted.rows in (1, batch) else fitted._repeat_rows(batch // fitted.rows)
         self.__dict__["_last_fitted"] = ((batch, length), fitted)
         return fitted
 
-    def _repeated(self, times: int) -> Hierarchy:
+    def _repeat_rows(self, times: int) -> Hierarchy:
         """Every row so many times in succession."""
         index = [row for row in range(self.rows) for _ in range(times)]
         if self.is_windows:
@@ -305,7 +305,7 @@ class Hierarchy:
         trees, tokens = (self.trees[row] for row in index), (self.tokens[row] for row in index)
         return replace(self, trees=tuple(trees), tokens=tuple(tokens))
 
-    def _resized(self, length: int) -> Hierarchy:
+    def _resize_rows(self, length: int) -> Hierarchy:
         """With so many tokens: new ones continue the last windows or groups, missing ones are cut off."""
         if self.is_windows:
             stops = self.stops

@@ -82,8 +82,8 @@ def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree,
     below, nodes = torch.arange(len(tokens)), len(tokens)
     parents, kinds = torch.empty(0, dtype=torch.long), torch.zeros(nodes, dtype=torch.long)
     for group, column in zip(reversed(groups), reversed(ids[tokens].unbind(1))):
-        parents = torch.cat([parents, _scattered(below, group + nodes)])
-        kinds = torch.cat([kinds, _scattered(group, column // KIND)])
+        parents = torch.cat([parents, _scatter_values(below, group + nodes)])
+        kinds = torch.cat([kinds, _scatter_values(group, column // KIND)])
         below, nodes = group, len(kinds)
     parents = torch.cat([parents, torch.full((nodes - len(parents),), nodes), torch.tensor([-1])])
     kinds = torch.cat([kinds, torch.zeros(1, dtype=torch.long)])
@@ -99,7 +99,7 @@ def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree,
     return Tree.from_parents(parents, kinds, names), tokens
 
 
-def _scattered(index: Tensor, values: Tensor) -> Tensor:
+def _scatter_values(index: Tensor, values: Tensor) -> Tensor:
     """A tensor with these values at these places, which fill it."""
     out = torch.empty(int(index.max()) + 1, dtype=torch.long)
     out[index] = values

@@ -31,17 +31,17 @@ DEFINITION = re.compile(r"(?:async\s+)?(?:def|class)\s")
 CLOSING = re.compile(r"[)\]}]|(?:else|elif|except|finally|catch|end|fi|done|esac|then)\b")
 
 
-def paragraphs(text: str) -> list[Starts]:
+def find_paragraphs(text: str) -> list[Starts]:
     """Parts between blank lines."""
-    return [starts(match.end() for match in BLANK.finditer(text))]
+    return [sort_starts(match.end() for match in BLANK.finditer(text))]
 
 
-def lines(text: str) -> list[Starts]:
+def find_lines(text: str) -> list[Starts]:
     """Lines."""
-    return [starts(match.end() for match in re.finditer("\n", text))]
+    return [sort_starts(match.end() for match in re.finditer("\n", text))]
 
 
-def sentences(text: str) -> list[Starts]:
+def find_sentences(text: str) -> list[Starts]:
     """Parts that end in a full stop, a question or an exclamation mark, before anything but a small letter.
 
     In a text without capitals small letters count too. Common English abbreviations and single letters do not end a
@@ -55,18 +55,18 @@ def sentences(text: str) -> list[Starts]:
             continue
         if after and (small or not after.islower()):
             ends.append(match.end())
-    return [starts(ends)]
+    return [sort_starts(ends)]
 
 
-def words(text: str) -> list[Starts]:
+def find_words(text: str) -> list[Starts]:
     """Runs of characters without space, and the space behind them; single characters in Chinese and Japanese."""
-    return [starts([match.start() for match in WORD.finditer(text)][1:])]
+    return [sort_starts([match.start() for match in WORD.finditer(text)][1:])]
 
 
-def markdown(text: str) -> list[Starts]:
+def find_markdown_sections(text: str) -> list[Starts]:
     """Sections under headings, one level for each depth of heading that occurs."""
     marks, fence, before = [], None, ""
-    for place, line in numbered_lines(text):
+    for place, line in number_lines(text):
         mark = FENCE.match(line)
         if mark and (fence is None or line.strip().startswith(fence)):
             fence = mark.group(1) if fence is None else None
@@ -76,10 +76,10 @@ def markdown(text: str) -> list[Starts]:
             if not marks or marks[-1][0] != place - len(before):
                 marks.append((place - len(before), 1 if under.group(1)[0] == "=" else 2))
         before = line
-    return by_depth(marks)
+    return split_by_depth(marks)
 
 
-def code(text: str) -> list[Starts]:
+def find_code_blocks(text: str) -> list[Starts]:
     """Blocks by indentation, in any language: a line begins a part that goes on as long as lines are deeper.
 
     On the finest level parts are single lines. Lines with a closing bracket or a word such as `else` first belong to
@@ -88,11 +88,11 @@ def code(text: str) -> list[Starts]:
     marks: list[tuple[int, int]] = []
     open_at: list[int] = []
     decorated = False
-    for place, line in numbered_lines(text):
+    for place, line in number_lines(text):
         body = line.strip()
         if not body:
             continue
-        indent = indentation(line)
+        indent = measure_indentation(line)
         while open_at and open_at[-1] > indent:
             open_at.pop()
         if not open_at or open_at[-1] < indent:
@@ -100,19 +100,19 @@ def code(text: str) -> list[Starts]:
         if not decorated and not CLOSING.match(body):
             marks.append((place, len(open_at)))
         decorated = body.startswith("@")
-    return by_depth(marks)
+    return split_by_depth(marks)
 
 
-def python(text: str) -> list[Starts]:
+def find_python_definitions(text: str) -> list[Starts]:
     """Classes and functions of Python source, with their decorators, and what stands between them."""
     marks: list[tuple[int, int]] = []
     open_at: list[int] = []
     decorated = None
-    for place, line in numbered_lines(text):
+    for place, line in number_lines(text):
         body = line.strip()
         if not body or CLOSING.match(body):
             continue
-        indent = indentation(line)
+        indent = measure_indentation(line)
         if body.startswith("@") and decorated is None:
             decorated = place
         ended = any(indent <= other for other in open_at) and not body.startswith("#")
@@ -124,17 +124,18 @@ def python(text: str) -> list[Starts]:
             decorated = None
         elif decorated is None and ended:
             marks.append((place, len(open_at) + 1))
-    return by_depth(marks)
+    return split_by_depth(marks)
 
 
-def by_depth(marks: list[tuple[int, int]]) -> list[Starts]:
+def split_by_depth(marks: list[tuple[int, int]]) -> list[Starts]:
     """One level for each depth of (place, depth) that occurs, with the places of that depth and of those above."""
     return [
-        starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})
+        sort_starts(p for p, depth in marks if depth <= most)
+        for most in sorted({d for _, d in marks})
     ]
 
 
-def numbered_lines(text: str) -> Iterable[tuple[int, str]]:
+def number_lines(text: str) -> Iterable[tuple[int, str]]:
     """Every line with its line end, after the place at which it begins."""
     place = 0
     for line in text.split("\n"):
@@ -142,24 +143,24 @@ def numbered_lines(text: str) -> Iterable[tuple[int, str]]:
         place += len(line) + 1
 
 
-def indentation(line: str) -> int:
+def measure_indentation(line: str) -> int:
     """Columns before the first character of a line; tabs go to multiples of 8."""
     line = line.rstrip().expandtabs(8)
     return len(line) - len(line.lstrip())
 
 
-def starts(places: Iterable[int]) -> Starts:
+def sort_starts(places: Iterable[int]) -> Starts:
     """Ascending places without repetition, 0 first."""
     return sorted({0, *places})
 
 
 #: The levels that have a name; their kind of family has the same.
 OUTLINES: dict[str, Callable[[str], list[Starts]]] = {
-    "paragraph": paragraphs,
-    "line": lines,
-    "sentence": sentences,
-    "word": words,
-    "markdown": markdown,
-    "code": code,
-    "python": python,
+    "paragraph": find_paragraphs,
+    "line": find_lines,
+    "sentence": find_sentences,
+    "word": find_words,
+    "markdown": find_markdown_sections,
+    "code": find_code_blocks,
+    "python": find_python_definitions,
 }

@@ -34,7 +34,7 @@ def quadtree_ids(rows: int, columns: int, factor: int) -> Tensor:
     return torch.stack([whole + KIND, *(level + 2 * KIND for level in levels)], 1)
 
 
-def around(ids: Tensor, before: int, after: int) -> Tensor:
+def add_special_ids(ids: Tensor, before: int, after: int) -> Tensor:
     """Group ids with special tokens at either end: in the group of the first level, and alone on all others.
 
     Raises:

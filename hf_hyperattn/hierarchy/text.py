@@ -95,7 +95,7 @@ def text_ids(
     return torch.where(real[:, None], torch.stack(columns, 1), -1)
 
 
-def outlined(
+def outline_ids(
     text, offsets, levels: tuple[Level, ...], attention_mask, sequence_ids
 ) -> tuple[Tensor, tuple]:
     """Group ids [batch, length, levels] and names of kinds; arguments as in `Hierarchy.from_text`."""

@@ -74,7 +74,7 @@ class Tree:
                 f"kinds goes from {int(kinds.min())} to {int(kinds.max())}; allowed: 0 to {len(kind_names) - 1}, "
                 "numbers of kind_names"
             )
-        return cls(*_normalised(*_collapsed(parents, kinds)), tuple(kind_names))
+        return cls(*_sort_nodes(*_collapse_chains(parents, kinds)), tuple(kind_names))
 
     @classmethod
     def flat(cls, leaves: int) -> Tree:
@@ -94,23 +94,25 @@ class Tree:
     @cached_property
     def depth(self) -> Tensor:
         """int64 [nodes], 0 for the root."""
-        return _depths(self.parents)
+        return _compute_depths(self.parents)
 
     @cached_property
     def height(self) -> Tensor:
         """int64 [nodes], 0 for leaves; an inner node's is one more than its highest child's."""
-        return _from_below(self.parents, self.depth, torch.zeros_like(self.parents), "amax", 1)
+        return _gather_from_below(
+            self.parents, self.depth, torch.zeros_like(self.parents), "amax", 1
+        )
 
     @cached_property
     def sizes(self) -> Tensor:
         """int64 [nodes], the number of leaves under a node, |A|."""
         ones = (torch.arange(self.nodes) < self.leaves).long()
-        return _from_below(self.parents, self.depth, ones, "sum")
+        return _gather_from_below(self.parents, self.depth, ones, "sum")
 
     @cached_property
     def first_leaf(self) -> Tensor:
         """int64 [nodes], the first leaf under a node."""
-        return _from_below(
+        return _gather_from_below(
             self.parents, self.depth, torch.arange(self.nodes).clamp_max(self.leaves), "amin"
         )
 
@@ -170,55 +172,57 @@ def checked_parents(parents: Sequence[int] | Tensor) -> Tensor:
             "least a leaf and a root"
         )
     parents, nodes = parents.long(), len(parents)
-    roots = _where(parents == -1)
+    roots = _list_indices(parents == -1)
     if len(roots) != 1:
         raise ValueError(
-            f"parents has {len(roots)} roots ({_some(roots)}); allowed: one node with parent -1"
+            f"parents has {len(roots)} roots ({_quote_some(roots)}); allowed: one node with parent -1"
             + (": the others are orphans" if roots else "; without a root there is a cycle")
         )
-    if wrong := _where((parents < -1) | (parents >= nodes)):
+    if wrong := _list_indices((parents < -1) | (parents >= nodes)):
         raise ValueError(
-            f"nodes {_some(wrong)} have parents out of range; allowed: -1 for the root, 0 to {nodes - 1}"
+            f"nodes {_quote_some(wrong)} have parents out of range; allowed: -1 for the root, 0 to {nodes - 1}"
         )
     up = torch.where(parents == -1, roots[0], parents)
     for _ in range(nodes.bit_length()):  # after enough doublings of the step, all stand at the root
         up = up[up]
-    if lost := _where(up != roots[0]):
+    if lost := _list_indices(up != roots[0]):
         raise ValueError(
-            f"nodes {_some(lost)} are in or under a cycle of parents; allowed: parents that lead to the root"
+            f"nodes {_quote_some(lost)} are in or under a cycle of parents; allowed: parents that lead to the root"
         )
-    childless = _branching(parents) == 0
+    childless = _count_children(parents) == 0
     leaves = int(childless.long().cumprod(0).sum())
-    if late := _where(childless & (torch.arange(nodes) >= leaves)):
+    if late := _list_indices(childless & (torch.arange(nodes) >= leaves)):
         raise ValueError(
-            f"inner nodes {_some(late)} cover no token; allowed: leaves first, in token order (here 0 to "
+            f"inner nodes {_quote_some(late)} cover no token; allowed: leaves first, in token order (here 0 to "
             f"{leaves - 1}), then inner nodes with at least one child each"
         )
     return parents
 
 
-def _where(mask: Tensor) -> list[int]:
+def _list_indices(mask: Tensor) -> list[int]:
     return mask.nonzero()[:, 0].tolist()
 
 
-def _some(numbers: list[int], most: int = 5) -> str:
+def _quote_some(numbers: list[int], most: int = 5) -> str:
     return ", ".join(map(str, numbers[:most])) + (", ..." if len(numbers) > most else "")
 
 
-def _branching(parents: Tensor) -> Tensor:
+def _count_children(parents: Tensor) -> Tensor:
     return torch.bincount(parents[parents >= 0], minlength=len(parents))
 
 
-def _depths(parents: Tensor) -> Tensor:
+def _compute_depths(parents: Tensor) -> Tensor:
     """Steps to the root, by doubling."""
-    root = _where(parents == -1)[0]
+    root = _list_indices(parents == -1)[0]
     up, depth = torch.where(parents == -1, root, parents), (parents >= 0).long()
     while bool((up != root).any()):
         depth, up = depth + depth[up], up[up]
     return depth
 
 
-def _from_below(parents: Tensor, depth: Tensor, values: Tensor, how: str, step: int = 0) -> Tensor:
+def _gather_from_below(
+    parents: Tensor, depth: Tensor, values: Tensor, how: str, step: int = 0
+) -> Tensor:
     """Values of all nodes, each gathered from those of its children plus `step`, from the deepest up."""
     values, order = values.clone(), depth.argsort(descending=True, stable=True)
     for nodes in order.split(torch.bincount(depth).flip(0).tolist())[:-1]:
@@ -226,12 +230,12 @@ def _from_below(parents: Tensor, depth: Tensor, values: Tensor, how: str, step: 
     return values
 
 
-def _collapsed(parents: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+def _collapse_chains(parents: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
     """Without the inner nodes that have one child; a tree of one leaf keeps its root.
 
     Of a chain the node nearest to the leaves stays: its family is the one that has several members.
     """
-    count = _branching(parents)
+    count = _count_children(parents)
     keep = count != 1
     if int((count == 0).sum()) == 1:
         return torch.tensor([1, -1]), torch.stack([torch.zeros_like(kinds[0]), kinds[parents[0]]])
@@ -247,11 +251,13 @@ def _collapsed(parents: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
     return number[target[up[keep]]], kinds[keep]
 
 
-def _normalised(parents: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+def _sort_nodes(parents: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
     """The inner nodes in order of their height, then of their first leaf."""
-    nodes, depth, leaf = len(parents), _depths(parents), _branching(parents) == 0
-    height = _from_below(parents, depth, torch.zeros_like(parents), "amax", 1)
-    first = _from_below(parents, depth, torch.where(leaf, torch.arange(nodes), nodes), "amin")
+    nodes, depth, leaf = len(parents), _compute_depths(parents), _count_children(parents) == 0
+    height = _gather_from_below(parents, depth, torch.zeros_like(parents), "amax", 1)
+    first = _gather_from_below(
+        parents, depth, torch.where(leaf, torch.arange(nodes), nodes), "amin"
+    )
     rank = (height * (nodes + 1) + first).argsort(
         stable=True
     )  # leaves have height 0 and stay in place

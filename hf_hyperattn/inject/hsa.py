@@ -19,8 +19,8 @@ from ..mechanisms.base import HostCall
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
 from ..mechanisms.hsa.open_blocks import first_near
-from ..mechanisms.hsa.pairs import pairs, sibling_pairs
-from ..mechanisms.hsa.windowed.key import attend_levels, pool
+from ..mechanisms.hsa.pairs import count_pairs, count_sibling_pairs
+from ..mechanisms.hsa.windowed.key import attend_levels, pool_levels
 from ..mechanisms.selection.growing import TAKEN_BACK
 from .rules import CHUNK, CandidateRule
 
@@ -63,7 +63,9 @@ class HsaHeadRule(CandidateRule):
 
     def share(self, length: int) -> float:
         rule, dropped = (self.near, self.sinks, self.refine_top_k), self.block_bias == -math.inf
-        return pairs(length, self.windows, *rule, dropped=dropped) / (length * (length + 1) / 2)
+        return count_pairs(length, self.windows, *rule, dropped=dropped) / (
+            length * (length + 1) / 2
+        )
 
     def kept(self, length: int) -> float:
         """Tokens and means under open parents, and all means of the largest windows; without refinement."""
@@ -114,7 +116,9 @@ class HsaHeadRule(CandidateRule):
             """Projected outputs and log-sum-exps, [H, R]."""
             if rule.windows not in levels:
                 levels.clear()
-                levels[rule.windows] = pool(call.key.detach(), call.value.detach(), rule.windows)
+                levels[rule.windows] = pool_levels(
+                    call.key.detach(), call.value.detach(), rule.windows
+                )
             parts = [attend(query, levels[rule.windows], rule, call, start) for start in starts]
             outputs, sums = (torch.cat(part, 2)[0] for part in zip(*parts, strict=True))
             return project(outputs), sums
@@ -196,10 +200,10 @@ class HsaLayerRule(CandidateRule):
         if config is None:
             return 1.0
         if config.tying == "both":
-            count = sibling_pairs(length, config.windows)
+            count = count_sibling_pairs(length, config.windows)
         else:
             numbers: Any = (config.near, config.sinks, config.refine_top_k)
-            count = pairs(length, config.windows, *numbers, is_causal=False, compared=False)
+            count = count_pairs(length, config.windows, *numbers, is_causal=False, compared=False)
         return min(1.0, count / length**2)
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...engines.options import Options, position_mask
 from ...engines.score import repeat_heads
 from ...hierarchy import Hierarchy
-from .tree.both import both_with_root
+from .tree.both import attend_both_with_root
 from .tree.layout import layout_of
 from .windowed.key import key_tied
 
@@ -35,12 +35,12 @@ def loss_both(
 ) -> Tensor:
     """The loss of `tying="both"`, [B, H], by the closed form; divided by the number of tokens it is a mean in nats.
 
-    Arguments are those of `both_with_root`. Without the diagonal the softmax has none either, and a row of one token
+    Arguments are those of `attend_both_with_root`. Without the diagonal the softmax has none either, and a row of one token
     loses nothing. Padding has no part. float32 inputs are computed in float64, since the difference of two large
     sums is what is asked for.
     """
     query, key = query.double(), key.double()
-    _, root = both_with_root(
+    _, root = attend_both_with_root(
         query,
         key,
         key[..., :1],
@@ -49,7 +49,7 @@ def loss_both(
         keep_diagonal=keep_diagonal,
         position_bias=position_bias,
     )
-    real = _real(hierarchy, query)
+    real = _find_real_tokens(hierarchy, query)
     total = torch.zeros_like(root)
     for rows, logits in _logit_blocks(query, key, scale, position_bias):
         logits = logits.masked_fill(~real[:, None, None], float("-inf"))
@@ -83,7 +83,7 @@ def loss_key(
     query, key = query.double(), key.double()
     bias = None if position_bias is None else position_bias.double()
     real, length, options = (
-        _real(hierarchy, query),
+        _find_real_tokens(hierarchy, query),
         query.shape[2],
         Options(is_causal=is_causal, window=window),
     )
@@ -115,7 +115,7 @@ def loss_key(
     return total
 
 
-def _real(hierarchy: Hierarchy, query: Tensor) -> Tensor:
+def _find_real_tokens(hierarchy: Hierarchy, query: Tensor) -> Tensor:
     """Bool [B, N]: the tokens that the hierarchy has."""
     layout = layout_of(hierarchy, len(query), query.device)
     ones = query.new_ones(len(query), 1, query.shape[2])

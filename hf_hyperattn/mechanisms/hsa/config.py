@@ -22,7 +22,7 @@ DEFAULTS = {"near": (64, 0), "sinks": (4, 0), "refine_top_k": (16, 0), "block_bi
 Counts = int | tuple[int, ...] | None
 
 
-def _counts(help: str) -> Any:
+def _count_option(help: str) -> Any:
     return option(None, help, types=(int, tuple), least=0, optional=True)
 
 
@@ -69,9 +69,9 @@ class HsaConfig(MechanismConfig):
     keep_diagonal: bool = option(
         True, "both: whether a token attends to itself; the paper's own setting is False"
     )
-    near: Counts = _counts("key: blocks less than so many tokens away are opened; None: 64")
-    sinks: Counts = _counts("key: blocks of the first so many tokens are opened; None: 4")
-    refine_top_k: Counts = _counts(
+    near: Counts = _count_option("key: blocks less than so many tokens away are opened; None: 64")
+    sinks: Counts = _count_option("key: blocks of the first so many tokens are opened; None: 4")
+    refine_top_k: Counts = _count_option(
         "key: so many blocks of every level are opened, chosen by query; None: 16"
     )
     block_bias: float | tuple[float, ...] | None = option(
@@ -100,7 +100,7 @@ class HsaConfig(MechanismConfig):
         }
 
     def __post_init__(self):
-        object.__setattr__(self, "block_bias", _numbers(self.block_bias))
+        object.__setattr__(self, "block_bias", _read_block_bias(self.block_bias))
         if self.block_bias == math.inf:
             self._refuse("block_bias", "a finite number, or -inf")
         for f in fields(self):
@@ -180,7 +180,7 @@ class HsaConfig(MechanismConfig):
         return Rule(tying, self.keep_diagonal or tying == "key", **numbers)
 
 
-def _numbers(value):
+def _read_block_bias(value):
     """A block bias with the text that stands for -inf in JSON read."""
     read = lambda x: -math.inf if x == "-inf" else x
     return tuple(map(read, value)) if isinstance(value, tuple | list) else read(value)

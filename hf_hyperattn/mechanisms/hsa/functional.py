@@ -15,7 +15,7 @@ from ...hierarchy.windows import checked_sizes
 from ...readable import can_read, is_recorded
 from ..checks import check_call, check_choice
 from .config import TYINGS, HsaConfig, Tying
-from .request import Request, hierarchical
+from .request import Request, attend_hierarchically
 from .windowed.key import BACKENDS
 
 
@@ -107,7 +107,7 @@ def hierarchical_attention(
         return attention(dot_score(query, key, scale), value, options)[0].to(query.dtype)
     with full_precision(query.device):
         request = Request(hierarchy, rule, is_causal, backend)
-        out, _ = hierarchical(dot_score(query, key, scale), value, options, request)
+        out, _ = attend_hierarchically(dot_score(query, key, scale), value, options, request)
     return out.to(query.dtype)
 
 

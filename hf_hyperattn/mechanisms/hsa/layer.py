@@ -13,7 +13,7 @@ from ..selection.cache import EVICTING, KeepWindows
 from ..selection.places import read_mask
 from ..selection_layer import Result, SelectingCall, SelectionLayer
 from .config import HsaConfig, Rule
-from .request import Request, hierarchical
+from .request import Request, attend_hierarchically
 from .tree.key import weighted_sum
 
 #: More tokens than any sequence has: with this as `near`, a head attends to every token by itself.
@@ -110,7 +110,7 @@ class HsaLayer(SelectionLayer):
             position_ids=call.keywords.get("position_ids"),
             chunk=call.chunk if call.keywords.get("indices") is None else 1,
         )
-        return hierarchical(score, asked.value, options, request)
+        return attend_hierarchically(score, asked.value, options, request)
 
     def attend(
         self, call, whole, parameters, score, value, options, backend="auto", weights=False

@@ -20,9 +20,9 @@ from .tree.key import leave_out_whole_windows, trees_of, windows_over
 def hierarchy_for(
     hierarchy: Hierarchy | Tensor | tuple[int, ...], batch: int, keys: int, is_causal: bool
 ) -> Hierarchy:
-    """What the caller gave, for a call of so many rows and keys; `cut` takes away what comes after them."""
+    """What the caller gave, for a call of so many rows and keys; `cut_hierarchy` takes away what comes after them."""
     if isinstance(hierarchy, tuple):
-        make = Hierarchy.windows if torch.compiler.is_compiling() else windows
+        make = Hierarchy.windows if torch.compiler.is_compiling() else make_windows
         return make(keys, hierarchy)
     hierarchy = as_hierarchy(hierarchy)
     if (
@@ -32,7 +32,7 @@ def hierarchy_for(
     return hierarchy.fitted(batch, keys, growing=is_causal)
 
 
-def cut(hierarchy: Hierarchy, keys: int) -> Hierarchy:
+def cut_hierarchy(hierarchy: Hierarchy, keys: int) -> Hierarchy:
     """Trees of which there are only the first `keys` tokens so far; leaves to come stay, and no query sees them."""
     if hierarchy.length <= keys:
         return hierarchy
@@ -42,7 +42,7 @@ def cut(hierarchy: Hierarchy, keys: int) -> Hierarchy:
 
 
 @lru_cache(maxsize=16)
-def windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
+def make_windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
     """Windows without padding; one object for all layers, since what is worked out for it is kept with it."""
     return Hierarchy.windows(length, sizes)
 
@@ -52,7 +52,7 @@ def mask_is_causal(options: Options, is_causal: bool) -> bool:
     return is_causal and not options.is_causal
 
 
-def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
+def restrict_to_real(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
     """The hierarchy over the real tokens alone.
 
     A row of padding alone, which fills up a batch, keeps its hierarchy: nobody reads what it gets.
@@ -63,10 +63,10 @@ def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> H
         is_causal: then rows may be padding so far, such as the first chunk of a prompt with more of it at its left.
     """
     plain = hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None
-    return (_windows_over if plain else _trees_over)(hierarchy, real.cpu(), is_causal)
+    return (_restrict_windows if plain else _restrict_trees)(hierarchy, real.cpu(), is_causal)
 
 
-def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
+def _restrict_windows(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
     if bool(real.all()):
         return hierarchy
     there = real.any(1, keepdim=True)
@@ -83,7 +83,7 @@ def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierar
     return Hierarchy(hierarchy.length, *parts)
 
 
-def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
+def _restrict_trees(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
     ids = hierarchy.to_ids()
     ids = ids.expand(len(real), -1, -1) if len(ids) == 1 else ids
     real = torch.cat([real, ids[:, real.shape[1] :, 0] >= 0], 1)
@@ -93,7 +93,7 @@ def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarch
     return Hierarchy.from_ids(ids.masked_fill(~real[..., None], -1), hierarchy.kind_names)
 
 
-def laid_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
+def lay_windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
     """Windows that begin again with every text.
 
     Args:
@@ -115,7 +115,7 @@ def laid_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarc
     return Hierarchy(length, tuple(trees), tuple(tokens))
 
 
-def without_first(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:
+def drop_first_tokens(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:
     """The trees of causal queries under a mask, without the tokens that a cache has dropped.
 
     Leaves of dropped tokens stay, and nobody sees them: so every block keeps its place, and one that is cut through is

@@ -46,13 +46,13 @@ class WindowMeans(KeptWithKeys):
         """Whether something is gone already."""
         return any(t.gone for pair in (cache.tokens, *self.means) for t in pair)
 
-    def levels(self, cache: LayerCache) -> Levels:
+    def complete_levels(self, cache: LayerCache) -> Levels:
         """Return the tokens, in the dtype of the cache, and the means of all windows that are complete."""
         # Windows of all levels end where one of the lowest ends.
         if self.blocks and self.blocks[0].complete(cache.length) != self.blocks[0].counts:
             below, width = cache.tokens, 1
             for level, size in enumerate(self.sizes):
-                self._complete(level, below, width, cache.length)
+                self._append_means(level, below, width, cache.length)
                 below, width = self.means[level], size
             self.shown = None
         if self.shown is None:
@@ -69,7 +69,7 @@ class WindowMeans(KeptWithKeys):
             held = cache.length, tuple((k.head, k.gone) for k, _ in tables)
         return Levels(self.sizes, keys, values, self.starts, held=held)
 
-    def _complete(self, level: int, below: Pair, width: int, length: int) -> None:
+    def _append_means(self, level: int, below: Pair, width: int, length: int) -> None:
         """Add the means of windows that became complete, from what they consist of."""
         blocks = self.blocks[level]
         before, counts = blocks.counts, blocks.complete(length)
@@ -135,7 +135,7 @@ class WindowMeans(KeptWithKeys):
         )
 
 
-def levels_of(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None) -> Levels:
+def read_levels(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None) -> Levels:
     """Return the tokens of a cache, and the means of all windows that are complete.
 
     Args:
@@ -158,7 +158,7 @@ def levels_of(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None) 
                 "attention_mask of the earlier calls, continued"
             )
         cache.beside["means"] = means = WindowMeans(cache, sizes, starts)
-    return means.levels(cache)
+    return means.complete_levels(cache)
 
 
 def none_if_zero(starts: Tensor | None) -> Tensor | None:

@@ -51,17 +51,19 @@ class Function(NamedTuple):
 FUNCTIONS: dict[str, Function] = {}
 
 
-def computes(name: str, shape: Callable, pairs: Callable, backward: Callable | None = None):
+def register_function(
+    name: str, shape: Callable, pairs: Callable, backward: Callable | None = None
+):
     """Decorator: a function that the operator can compute; arguments as in `Function`."""
 
-    def register(compute):
+    def add_function(compute):
         FUNCTIONS[name] = Function(compute, shape, pairs, backward)
         return compute
 
-    return register
+    return add_function
 
 
-def call(
+def call_function(
     name: str,
     tensors: list[Tensor],
     named: Named,
@@ -87,8 +89,8 @@ def call(
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)
 
 
-def flatten(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
-    """Sizes of windows, and named tensors: what `unflatten` makes the hierarchy of."""
+def flatten_hierarchy(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
+    """Sizes of windows, and named tensors: what `unflatten_hierarchy` makes the hierarchy of."""
     if hierarchy.sizes is not None:
         spans = ("starts", hierarchy.starts), ("stops", hierarchy.stops)
         return list(hierarchy.sizes), [(name, t) for name, t in spans if t is not None]
@@ -102,7 +104,7 @@ def flatten(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
     return None, named
 
 
-def unflatten(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarchy:
+def unflatten_hierarchy(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarchy:
     """The hierarchy again; the same object for the same content, so that its layout is made once."""
     parts = [
         (k, t)
@@ -154,7 +156,7 @@ def _(tensors, names, sizes, numbers, scale):
 
 
 @torch.library.custom_op("hf_hyperattn::hsa_backward", mutates_args=())
-def backward(
+def compute_hsa_gradients(
     grads: Sequence[Tensor],
     results: Sequence[Tensor],
     tensors: Sequence[Tensor],
@@ -197,19 +199,21 @@ def _by_autograd(
     return [next(of_leaves) if learns else None for learns in learned]
 
 
-@backward.register_fake
+@compute_hsa_gradients.register_fake
 def _(grads, results, tensors, *_):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
-def _save(ctx, inputs, output):
+def _save_call(ctx, inputs, output):
     tensors, *ctx.rest = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
-def _pullback(ctx, *grads):
+def _pull_back_gradients(ctx, *grads):
     out, second, *tensors = ctx.saved_tensors
-    grads = backward([g.contiguous() for g in grads], [out, second], tensors, *ctx.rest)
+    grads = compute_hsa_gradients(
+        [g.contiguous() for g in grads], [out, second], tensors, *ctx.rest
+    )
     _, sizes, *_ = ctx.rest
     none = (
         [] if sizes is not None and not len(sizes) else None
@@ -217,11 +221,13 @@ def _pullback(ctx, *grads):
     return grads, None, none, None, None
 
 
-hsa.register_autograd(_pullback, setup_context=_save)
-refuse_in_operator(backward, "hsa by its compiled kernel", "with tying='key' use backend='torch'")
+hsa.register_autograd(_pull_back_gradients, setup_context=_save_call)
+refuse_in_operator(
+    compute_hsa_gradients, "hsa by its compiled kernel", "with tying='key' use backend='torch'"
+)
 
 
-def _flops(
+def _count_flops(
     shapes: Sequence,
     names: str,
     sizes: Sequence[int] | None,
@@ -237,9 +243,9 @@ def _flops(
 
 @register_flop_formula(hsa._opoverload._overloadpacket)
 def _(tensors, names, sizes, numbers, *_, **__) -> int:
-    return _flops(tensors, names, sizes, numbers, False)
+    return _count_flops(tensors, names, sizes, numbers, False)
 
 
-@register_flop_formula(backward._opoverload._overloadpacket)
+@register_flop_formula(compute_hsa_gradients._opoverload._overloadpacket)
 def _(grads, results, tensors, names, sizes, numbers, *_, **__) -> int:
-    return _flops(tensors, names, sizes, numbers, True)
+    return _count_flops(tensors, names, sizes, numbers, True)

@@ -11,7 +11,7 @@ from .open_blocks import is_open
 
 
 @lru_cache(maxsize=65536)
-def pairs(
+def count_pairs(
     length: int,
     sizes: tuple[int, ...],
     near: int,
@@ -69,7 +69,7 @@ def pairs(
     return int((rows * (total + tokens) + own_window).sum())
 
 
-def pairs_of_queries(
+def count_query_pairs(
     queries: int,
     keys: int,
     sizes: Sequence[int],
@@ -78,14 +78,14 @@ def pairs_of_queries(
     top_k: int,
     is_causal: bool,
 ) -> float:
-    """The logits of the last `queries` of `keys` tokens; arguments as in `pairs`."""
-    count = lambda length: pairs(length, tuple(sizes), near, sinks, top_k, is_causal)
+    """The logits of the last `queries` of `keys` tokens; arguments as in `count_pairs`."""
+    count = lambda length: count_pairs(length, tuple(sizes), near, sinks, top_k, is_causal)
     if is_causal:
         return count(keys) - count(keys - queries)
     return count(keys) * queries / keys
 
 
-def sibling_pairs(length: int, sizes: Sequence[int]) -> float:
+def count_sibling_pairs(length: int, sizes: Sequence[int]) -> float:
     """Logits of tying="both" over windows: those of siblings, one for two blocks."""
     widths = (1, *(size for size in sizes if size < length), length)
     return sum(length / low * (high / low) for low, high in zip(widths, widths[1:]))

@@ -24,7 +24,7 @@ from .open_blocks import is_open
 INF = float("inf")
 
 
-def supports(query: Tensor, key: Tensor, options: Options, request: Any) -> bool:
+def supports_call(query: Tensor, key: Tensor, options: Options, request: Any) -> bool:
     """Whether a call (see `request.Request`) is one over windows and whole rows, which this module can compute."""
     rule = request.rule
     whole = (
@@ -47,10 +47,10 @@ def supports(query: Tensor, key: Tensor, options: Options, request: Any) -> bool
     return whole and plain_mask and (request.is_causal or not refines)
 
 
-def attend(
+def attend_densely(
     query: Tensor, key: Tensor, value: Tensor, options: Options, request: Any
 ) -> tuple[Tensor, Tensor]:
-    """`request.tied` of a call that `supports` allows: the output [B, H, N, dv] and the weights [B, H, N, M].
+    """`request.attend_tied` of a call that `supports_call` allows: the output [B, H, N, dv] and the weights [B, H, N, M].
 
     What the mask hides from every query is padding. With tying="both" a mask that hides more is an error of the program
     too (RuntimeError); ONNX and ExecuTorch know none, and there its rows are NaN.
@@ -118,7 +118,7 @@ def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:
     return number[:, :, None] == number[:, None, :]
 
 
-def averaging(same: Tensor, dtype: torch.dtype) -> Tensor:
+def make_averaging(same: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, 1, N, N]: what takes numbers of tokens to the means over their blocks, 0 for padding."""
     return same.to(dtype)[:, None] / same.sum(-1, keepdim=True).clamp_min(1)[:, None]
 
@@ -139,7 +139,7 @@ def both_weights(
     rho = rho if keep_diagonal else torch.full_like(rho, -INF)
     steps = []
     for same, parent in zip(blocks, blocks[1:]):
-        means = averaging(same, query.dtype)
+        means = make_averaging(same, query.dtype)
         logits = (means @ query) @ (means @ key).mT
         logits = logits if bias is None else logits + means @ bias @ means.mT
         logits = logits.masked_fill(~(parent & ~same)[:, None], -INF)
@@ -194,7 +194,7 @@ def key_logits(
     opened, freed = torch.ones_like(visible), torch.zeros_like(visible)
     for size, same in reversed(levels):
         start, stop = (t[:, None, None, :] for t in span(size))
-        means, tokens = averaging(same, query.dtype), same.sum(-1)[:, None, None, :]
+        means, tokens = make_averaging(same, query.dtype), same.sum(-1)[:, None, None, :]
         mean = query @ (means @ key).mT
         mean = mean if bias is None else mean + bias @ means.mT
         seen = visible.to(query.dtype) @ same.to(query.dtype)[:, None]
@@ -207,14 +207,14 @@ def key_logits(
             if isinstance(rule.refine_top_k, tuple)
             else (rule.refine_top_k,)
         ):
-            freed = closed & best(
+            freed = closed & select_best(
                 closed, mean + tokens.log(), same, start == place[:, None, None, :], top_k
             )
         logits = torch.where(closed & ~freed, mean + block_bias.to(mean.dtype), logits)
     return logits
 
 
-def best(
+def select_best(
     closed: Tensor, score: Tensor, same: Tensor, first: Tensor, top_k: tuple[int, ...]
 ) -> Tensor:
     """Bool [B, H, N, N]: whether a token's block is one of the `top_k` closed ones with the largest scores.

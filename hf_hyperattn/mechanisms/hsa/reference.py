@@ -31,7 +31,7 @@ from ...hierarchy.tree import Tree
 INF = float("inf")
 
 
-def kin(tree: Tree) -> tuple[list[list[int]], list[list[int]]]:
+def list_kin(tree: Tree) -> tuple[list[list[int]], list[list[int]]]:
     """For every node its children, in the order of their first leaf, and the leaves under it in token order."""
     parents = tree.parents.tolist()
     leaves = [[i] if i < tree.leaves else [] for i in range(len(parents))]
@@ -58,10 +58,10 @@ def definition_both(
         P, float64 [..., N, N], and ρ(root), float64 [...]. Of a tree of one leaf without its diagonal, P is 0.
     """
     S = logits.double()
-    children, leaves = kin(tree)
+    children, leaves = list_kin(tree)
     size = [len(under) for under in leaves]
 
-    def mean(B: int, C: int) -> Tensor:
+    def mean_logit(B: int, C: int) -> Tensor:
         mean = S[..., leaves[B], :][..., leaves[C]].mean((-1, -2))
         return (
             mean
@@ -75,7 +75,9 @@ def definition_both(
     for A in range(tree.leaves, tree.nodes):
         for B in children[A]:
             beside = [
-                mean(B, C) + torch.tensor(size[C]).double().log() for C in children[A] if C != B
+                mean_logit(B, C) + torch.tensor(size[C]).double().log()
+                for C in children[A]
+                if C != B
             ]
             log_z[B] = torch.logsumexp(torch.stack([rho[B], *beside]), 0)
         rho[A] = torch.stack([size[B] / size[A] * log_z[B] for B in children[A]]).sum(0)
@@ -90,7 +92,7 @@ def definition_both(
             within[B] = within[A] * inside
             for C in children[A]:
                 if C != B:
-                    weight = within[A] * torch.exp(mean(B, C) - log_z[B])
+                    weight = within[A] * torch.exp(mean_logit(B, C) - log_z[B])
                     P[..., torch.tensor(leaves[B])[:, None], leaves[C]] = weight[..., None, None]
     for i in range(tree.leaves):
         P[..., i, i] = within[i]
@@ -108,14 +110,14 @@ def definition_key(
     is_causal: bool = False,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """Attention with tied keys: a softmax over what `cover` leaves, tokens and closed blocks.
+    """Attention with tied keys: a softmax over what `find_cover` leaves, tokens and closed blocks.
 
     S'_ij is the mean of S_ij' over the j' of the closed block that holds j, plus the block bias, and S_ij where j
     is a token of its own; P = softmax(S').
 
     Args:
         logits: S, [batch, heads, N, N] (or [heads, N, N], or [N, N]), N the number of leaves.
-        near, sinks, refine_top_k, block_bias: the rules of `cover`; one value, or one per head. A bias of -inf drops
+        near, sinks, refine_top_k, block_bias: the rules of `find_cover`; one value, or one per head. A bias of -inf drops
             the closed blocks.
         is_causal: query i sees tokens 0 ... i.
         visible: bool, broadcastable to the logits: which tokens a query sees besides.
@@ -128,14 +130,14 @@ def definition_key(
     seen = (seen.tril() if is_causal else seen).expand(S.shape)
     seen = seen if visible is None else seen & visible
     batch, heads, queries, _ = S.shape
-    facts = kin(tree)
+    facts = list_kin(tree)
     near, sinks, refine_top_k, block_bias = (
         _per_head(r, heads) for r in (near, sinks, refine_top_k, block_bias)
     )
     P = torch.zeros_like(S)
     for b, h, i in product(range(batch), range(heads), range(queries)):
         row = S[b, h, i]
-        tokens, blocks = cover(
+        tokens, blocks = find_cover(
             row, i, tree, facts, seen[b, h, i], near[h], sinks[h], refine_top_k[h]
         )
         tied = torch.full_like(row, -INF)
@@ -147,7 +149,7 @@ def definition_key(
     return P.reshape(logits.shape)
 
 
-def cover(
+def find_cover(
     row: Tensor,
     i: int,
     tree: Tree,
@@ -171,7 +173,7 @@ def cover(
     the `refine_top_k` largest `mean of S_ij over B + log|B|` are opened.
 
     Args:
-        row: S_i, [N]. `seen`: bool [N]. `facts`: what `kin` returns.
+        row: S_i, [N]. `seen`: bool [N]. `facts`: what `list_kin` returns.
     """
     children, leaves = facts
     parents, level = tree.parents.tolist(), tree.depth.tolist()
@@ -187,28 +189,28 @@ def cover(
             or not all(sees[j] for j in under)
         )
 
-    def score(B: int) -> float:
+    def score_block(B: int) -> float:
         return float(row[leaves[B]].double().mean()) + math.log(len(leaves[B]))
 
     standing: list[int] = []
 
-    def place(B: int) -> None:
+    def place_node(B: int) -> None:
         if B >= tree.leaves and any(sees[j] for j in leaves[B]) and must_open(B):
             for C in children[B]:
-                place(C)
+                place_node(C)
         elif any(sees[j] for j in leaves[B]):
             standing.append(B)
 
-    place(i)
+    place_node(i)
     node = i
     while parents[node] >= 0:
         for B in children[parents[node]]:
             if B != node:
-                place(B)
+                place_node(B)
         node = parents[node]
     for depth in range(1, max(level) + 1):
         closed = [B for B in standing if B >= tree.leaves and level[B] == depth]
-        for B in sorted(closed, key=lambda B: (-score(B), min(leaves[B])))[
+        for B in sorted(closed, key=lambda B: (-score_block(B), min(leaves[B])))[
             :refine_top_k
         ]:  # of equal ones the first
             standing.remove(B)

@@ -17,16 +17,16 @@ from . import operator, portable
 from .config import Rule
 from .evicted import attend_evicted
 from .masks import (
-    cut,
+    cut_hierarchy,
+    drop_first_tokens,
     hierarchy_for,
-    laid_by_text,
+    lay_windows_by_text,
     mask_is_causal,
-    restricted,
-    without_first,
+    restrict_to_real,
 )
-from .means_kept import levels_of
-from .pairs import sibling_pairs
-from .tree.both import both
+from .means_kept import read_levels
+from .pairs import count_sibling_pairs
+from .tree.both import attend_both
 from .windowed import native
 from .windowed.key import attend_levels, key_tied
 from .windowed.means import Levels
@@ -67,7 +67,9 @@ class Request:
     scale: float = 1.0
 
 
-def hierarchical(score: PairScore, value: Tensor, options: Options, request: Request) -> Result:
+def attend_hierarchically(
+    score: PairScore, value: Tensor, options: Options, request: Request
+) -> Result:
     """softmax(S')·V with logits tied over blocks of the hierarchy.
 
     Args:
@@ -95,8 +97,10 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
         )
-    if (is_exporting() or is_transformed()) and portable.supports(query, key, options, request):
-        out, shares = portable.attend(query, key, value, options, request)
+    if (is_exporting() or is_transformed()) and portable.supports_call(
+        query, key, options, request
+    ):
+        out, shares = portable.attend_densely(query, key, value, options, request)
         return out, shares if request.weights else None
     if is_transformed():
         raise ValueError(
@@ -104,21 +108,28 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
             "plain operators; allowed: windows over a whole row, a bool mask or none, and refinement where it is causal"
         )
     if not can_read(query, options.mask) and _needs_operator(options, request):
-        return compiled(query, key, value, options, request)
+        return call_operator(query, key, value, options, request)
     if request.cache is not None and not plain:  # its means are those of the host's keys
         request = replace(request, cache=None, evicted=request.cache.keep is not None)
     raw = score.raw_query, score.raw_key, value
-    if plain and score.is_product and request.rule.tying == "key" and all(map(native.reads, raw)):
+    if (
+        plain
+        and score.is_product
+        and request.rule.tying == "key"
+        and all(map(native.takes_dtype, raw))
+    ):
         query, key, request = (
             score.raw_query,
             score.raw_key,
             replace(request, scale=float(score.scale)),
         )
-    return tied(query, key, value, options, request)
+    return attend_tied(query, key, value, options, request)
 
 
-def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
-    """`hierarchical` for features whose plain product is the score."""
+def attend_tied(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request
+) -> Result:
+    """`attend_hierarchically` for features whose plain product is the score."""
     rule, is_causal = request.rule, request.is_causal
     reading = (
         read_mask(query, key, options, is_causal) if request.reading is None else request.reading
@@ -136,16 +147,18 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
         else:
             there = reading.real_so_far if real is None else real
             hierarchy = restrict_once(hierarchy, there, reading, is_causal)
-    hierarchy = cut(hierarchy, dropped + stop)
+    hierarchy = cut_hierarchy(hierarchy, dropped + stop)
     if rule.tying == "both":
         key = key.to(query.dtype)
-        out, weights = tied_both(
+        out, weights = attend_tied_both(
             query, key, value, replace(options, mask=mask), hierarchy, request, real
         )
     else:
         if options.mask is not None:
-            options = replace(options, mask=mask if real is None or _learned(mask) else None)
-        out, weights = _tied_keys(query, key, value, options, hierarchy, request, reading, place)
+            options = replace(options, mask=mask if real is None or _needs_gradient(mask) else None)
+        out, weights = _attend_tied_keys(
+            query, key, value, options, hierarchy, request, reading, place
+        )
     # Where attention is not causal, a row of padding alone has the tree of a whole row.
     there = None if real is None or is_causal else real.any(1)[:, None, None, None]
     if there is not None and not bool(there.all()):
@@ -154,7 +167,7 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
 
-def _tied_keys(
+def _attend_tied_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -169,7 +182,7 @@ def _tied_keys(
     by_mask = mask_is_causal(options, request.is_causal)
     if mask is not None and by_mask:
         most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
-        hierarchy, without_sinks = without_first(hierarchy, dropped, most)
+        hierarchy, without_sinks = drop_first_tokens(hierarchy, dropped, most)
         rule = replace(rule, sinks=0) if without_sinks else rule
     ask = {
         "near": rule.near,
@@ -234,7 +247,7 @@ def attend_cached(
     # FLOP counters see operators alone.
     if levels is None or (cache.keep is None and torch._C._len_torch_dispatch_stack()):
         return None
-    if levels.held is not None and not native.serves(query):
+    if levels.held is not None and not native.can_serve(query):
         return attend_evicted(query, levels, **ask)
     return attend_levels(
         query, levels, refine_top_k=rule.refine_top_k, is_causal=True, lse=False, **ask
@@ -266,7 +279,9 @@ def restrict_once(
     if real is None:
         return hierarchy
     name = real is reading.real_if_only_padding, is_causal
-    return reading.remember_of(hierarchy, name, lambda: restricted(hierarchy, real, is_causal))
+    return reading.remember_of(
+        hierarchy, name, lambda: restrict_to_real(hierarchy, real, is_causal)
+    )
 
 
 def lay_under_mask(
@@ -284,13 +299,13 @@ def lay_under_mask(
     texts = reading.texts(request.chunk, request.position_ids)
     if texts is not None and hierarchy.is_windows:
         if request.chunk is not None:  # position_ids may be others in the next call
-            return laid_by_text(hierarchy, texts, request.is_causal), texts.place
-        lay = lambda: laid_by_text(hierarchy, texts, request.is_causal)
+            return lay_windows_by_text(hierarchy, texts, request.is_causal), texts.place
+        lay = lambda: lay_windows_by_text(hierarchy, texts, request.is_causal)
         return reading.remember_of(hierarchy, ("texts", request.is_causal), lay), texts.place
     return restrict_once(hierarchy, reading.real_so_far, reading, request.is_causal), None
 
 
-def _learned(mask: Tensor | None) -> bool:
+def _needs_gradient(mask: Tensor | None) -> bool:
     """Whether a mask wants a gradient, also one that hides padding and no more."""
     return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
@@ -315,22 +330,22 @@ def cached_levels(
     starts, stops = hierarchy.starts, hierarchy.stops
     if stops is not None and bool((stops != length).any()):
         return None
-    return levels_of(
+    return read_levels(
         cache, hierarchy.sizes or (), starts if starts is None else starts.expand(key.shape[0])
     )
 
 
-def tied_both(
+def attend_tied_both(
     query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real
 ) -> Result:
-    """`both`, after refusing what it has no meaning for."""
+    """`attend_both`, after refusing what it has no meaning for."""
     refused = {
         "causal attention": options.is_causal,
         "a sliding window": options.window is not None,
         "attention sinks": options.sinks is not None,
         "attention dropout": bool(options.dropout_p),
         "a mask that hides more than padding": options.mask is not None and real is None,
-        "a mask that wants a gradient": _learned(options.mask),
+        "a mask that wants a gradient": _needs_gradient(options.mask),
     }
     for name, there in refused.items():
         if there:
@@ -339,13 +354,13 @@ def tied_both(
                 "tying='key', or a call without it"
             )
     settings = dict(keep_diagonal=request.rule.keep_diagonal, position_bias=options.bias)
-    out = both(query, key, value, hierarchy, 1.0, **settings)
+    out = attend_both(query, key, value, hierarchy, 1.0, **settings)
     if not request.weights:
         return out, None
     every = torch.eye(key.shape[2], dtype=out.dtype, device=out.device).expand(
         *key.shape[:2], -1, -1
     )
-    return out, both(query, key, every, hierarchy, 1.0, **settings)
+    return out, attend_both(query, key, every, hierarchy, 1.0, **settings)
 
 
 def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
@@ -354,7 +369,7 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a term of the score is not linear in features of the key.
     """
-    features = [_linear(score, term) for term in score.terms]
+    features = [_linear_term(score, term) for term in score.terms]
     if len(features) == 1:
         return features[0]
     queries, keys = zip(*features, strict=True)
@@ -367,7 +382,7 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     return joined(queries), joined(keys)
 
 
-def _linear(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
+def _linear_term(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
     dtype, heads = score.query.dtype, score.query.shape[1]
     if term.term is DOT:
         left, right = score.query, score.key
@@ -406,10 +421,10 @@ def _needs_operator(options: Options, request: Request) -> bool:
     )
 
 
-def compiled(
+def call_operator(
     query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request
 ) -> Result:
-    """As `tied`, as one operator.
+    """As `attend_tied`, as one operator.
 
     Raises:
         ValueError: dropout, or a mask with a gradient.
@@ -440,7 +455,7 @@ def compiled(
     elif isinstance(hierarchy, tuple):
         sizes = list(hierarchy)
     else:
-        (sizes, parts), length = operator.flatten(hierarchy), hierarchy.length
+        (sizes, parts), length = operator.flatten_hierarchy(hierarchy), hierarchy.length
     counts = [
         list(x) if isinstance(x, tuple) else [x] * heads
         for x in (rule.near, rule.sinks, rule.refine_top_k)
@@ -460,7 +475,7 @@ def compiled(
         *counts[2],
     ]
     parts = [(name, t) for name, t in extras.items() if t is not None] + parts
-    out, weights = operator.call("tied", [query, key, value], parts, sizes, numbers, 1.0)
+    out, weights = operator.call_function("tied", [query, key, value], parts, sizes, numbers, 1.0)
     return out, weights if request.weights else None
 
 
@@ -468,14 +483,16 @@ def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tup
     return (*query.shape[:3], key.shape[2]) if numbers[7] else (0,)
 
 
-def _pairs(query, key, named, sizes, numbers) -> float:
+def _count_pairs(query, key, named, sizes, numbers) -> float:
     """Of tying="both" over windows those of siblings; else every query looks at every node."""
     if numbers[3]:
-        return query[1] * (sibling_pairs(key[2], sizes) if sizes is not None else query[2] * key[2])
+        return query[1] * (
+            count_sibling_pairs(key[2], sizes) if sizes is not None else query[2] * key[2]
+        )
     return query[1] * query[2] * key[2] * (1 + sum(1 / size for size in sizes or ()))
 
 
-@operator.computes("tied", _shape_of_weights, _pairs)
+@operator.register_function("tied", _shape_of_weights, _count_pairs)
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, offset, window, is_both, keep, is_causal, masked_causal, weights, chunk = numbers[:9]
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
@@ -493,8 +510,10 @@ def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor
     )
     hierarchy = extras.get("ids")
     if hierarchy is None:
-        hierarchy = tuple(sizes) if length < 0 else operator.unflatten(named, sizes, length)
+        hierarchy = (
+            tuple(sizes) if length < 0 else operator.unflatten_hierarchy(named, sizes, length)
+        )
     # weights have no gradient inside the operator
     request = Request(hierarchy, rule, bool(is_causal), weights=bool(weights), chunk=chunk or None)
-    out, shown = tied(query, key, value, options, request)
+    out, shown = attend_tied(query, key, value, options, request)
     return out, out.new_empty(0) if shown is None else shown.detach()

@@ -15,13 +15,13 @@ from ....engines.score import working_dtype
 from ....hierarchy import Hierarchy
 from ....readable import can_read
 from .. import operator
-from ..pairs import sibling_pairs
+from ..pairs import count_sibling_pairs
 from .layout import layout_of
 from .pair_terms import SiblingEmbeddings, pair_terms
 from .up_down import UpDown
 
 
-def both(
+def attend_both(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -29,11 +29,11 @@ def both(
     scale: float | None = None,
     **rest,
 ) -> Tensor:
-    """The output of `both_with_root` alone."""
-    return both_with_root(query, key, value, hierarchy, scale, **rest)[0]
+    """The output of `attend_both_with_root` alone."""
+    return attend_both_with_root(query, key, value, hierarchy, scale, **rest)[0]
 
 
-def both_with_root(
+def attend_both_with_root(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -75,11 +75,11 @@ def both_with_root(
     q, k, v = (x.to(dtype) for x in (query, key, value))
     tables = None if siblings is None else siblings.by_kind()
     if can_read(q, k, v):
-        return run(q, k, v, hierarchy, factor, keep_diagonal, position_bias, tables)
-    return compiled(q, k, v, hierarchy, factor, keep_diagonal, position_bias, tables)
+        return compute_both(q, k, v, hierarchy, factor, keep_diagonal, position_bias, tables)
+    return call_operator(q, k, v, hierarchy, factor, keep_diagonal, position_bias, tables)
 
 
-def run(
+def compute_both(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -114,7 +114,7 @@ class _Both(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layout, scale, keep_diagonal, made_of, query, key, value, *terms):
         up_down = UpDown(layout, scale, keep_diagonal, query, key, value, terms)
-        out = up_down.run()
+        out = up_down.compute_output()
         if any(ctx.needs_input_grad):
             ctx.up_down = up_down
             ctx.save_for_backward(made_of)
@@ -123,7 +123,7 @@ class _Both(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_root):
         with torch.no_grad():
-            query, key, value, terms = ctx.up_down.back(grad_out, grad_root)
+            query, key, value, terms = ctx.up_down.compute_gradients(grad_out, grad_root)
         gradients = refusing_second_derivatives(
             [query, key, value, *terms],
             *ctx.saved_tensors,
@@ -135,28 +135,28 @@ class _Both(torch.autograd.Function):
         return None, None, None, None, *gradients
 
 
-def compiled(query, key, value, hierarchy, scale, keep_diagonal, position_bias, tables):
-    """As `run`, as one operator."""
+def call_operator(query, key, value, hierarchy, scale, keep_diagonal, position_bias, tables):
+    """As `compute_both`, as one operator."""
     more = [] if position_bias is None else [("position_bias", position_bias)]
     more += [] if tables is None else [(f"table {kind}", table) for kind, table in tables.items()]
-    sizes, parts = operator.flatten(hierarchy)
+    sizes, parts = operator.flatten_hierarchy(hierarchy)
     numbers = [hierarchy.length, keep_diagonal, tables is not None]
-    return operator.call("both", [query, key, value], more + parts, sizes, numbers, scale)
+    return operator.call_function("both", [query, key, value], more + parts, sizes, numbers, scale)
 
 
-def _pairs(query, key, named, sizes, numbers) -> float:
+def _count_pairs(query, key, named, sizes, numbers) -> float:
     if sizes is not None:
-        return query[1] * sibling_pairs(query[2], sizes)
+        return query[1] * count_sibling_pairs(query[2], sizes)
     nodes, leaves = (
         sum(s[0] for name, s in named.items() if name.startswith(x)) for x in ("parents", "tokens")
     )
     return query[1] * nodes * nodes / (nodes - leaves)  # as if all families were of one size
 
 
-@operator.computes("both", lambda query, key, numbers: query.shape[:2], _pairs)
-def _compute_both(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
+@operator.register_function("both", lambda query, key, numbers: query.shape[:2], _count_pairs)
+def _run_both_operator(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, keep_diagonal, siblings = numbers
     tables = {name[6:]: t for name, t in named if name.startswith("table ")} if siblings else None
-    hierarchy = operator.unflatten(named, sizes, length)
+    hierarchy = operator.unflatten_hierarchy(named, sizes, length)
     (query, key, value), bias = tensors, dict(named).get("position_bias")
-    return run(query, key, value, hierarchy, scale, bool(keep_diagonal), bias, tables)
+    return compute_both(query, key, value, hierarchy, scale, bool(keep_diagonal), bias, tables)

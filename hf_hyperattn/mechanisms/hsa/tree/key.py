@@ -82,7 +82,7 @@ class KeyTying:
     place: Tensor | None = None
 
 
-def attend(
+def attend_trees(
     query: Tensor, key: Tensor, value: Tensor, trees: Sequence[tuple[Tree, Tensor]], call: KeyTying
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output [B, H, N, dv]; log-sum-exp [B, H, N], +inf where a query sees nothing; weights [B, H, N, M] or None.
@@ -100,7 +100,7 @@ def attend(
         tree = KeyTree(*trees[rows.start or 0], key.shape[2], query.device)
         if call.place is not None:
             tree.count_from(call.place[rows.start or 0])
-        tables = [repeat_heads(tree.means(t[rows]), heads) for t in (key, value)]
+        tables = [repeat_heads(tree.compute_means(t[rows]), heads) for t in (key, value)]
         for start in reversed(
             range(0, n, step)
         ):  # causal blocks grow, and growing ones fragment the heap: 0.6 GiB
@@ -108,7 +108,9 @@ def attend(
             inputs: Any = (query[rows, :, block], *tables, tree, call, rows, block)
             learning = torch.is_grad_enabled()
             parts.append(
-                checkpoint(_block, *inputs, use_reentrant=False) if learning else _block(*inputs)
+                checkpoint(_attend_block, *inputs, use_reentrant=False)
+                if learning
+                else _attend_block(*inputs)
             )
     count = -(-n // step)  # blocks of a row
     join = lambda parts: torch.cat(
@@ -151,9 +153,11 @@ class KeyTree:
     def count_from(self, place: Tensor) -> None:
         """Let `first` be the smallest of the numbers int64 [M] that tokens have in their texts."""
         far = torch.iinfo(torch.int64).max
-        self.first = self.up(place.to(self.device)[self.tokens].where(self.real, far), "amin")
+        self.first = self.gather_up(
+            place.to(self.device)[self.tokens].where(self.real, far), "amin"
+        )
 
-    def upto(self, keys: int) -> KeyTree:
+    def take_first_keys(self, keys: int) -> KeyTree:
         """The same of the first tokens alone, with all blocks."""
         there = (self.real & (self.tokens < keys)).nonzero()
         count = int(there[-1]) + 1 if len(there) else 0
@@ -172,7 +176,7 @@ class KeyTree:
             self.device
         )
 
-    def up(self, values: Tensor, how: str = "sum") -> Tensor:
+    def gather_up(self, values: Tensor, how: str = "sum") -> Tensor:
         """[..., nodes] from [..., leaves]: each node gathers its leaves by "sum" or "amin"."""
         start = 0 if how == "sum" else torch.iinfo(values.dtype).max
         gathered = torch.cat(
@@ -186,18 +190,18 @@ class KeyTree:
                 gathered = gathered.scatter_reduce(-1, index, gathered[..., nodes], how)
         return gathered
 
-    def means(self, t: Tensor) -> Tensor:
+    def compute_means(self, t: Tensor) -> Tensor:
         """[..., nodes, e] of [..., M, e]: the mean of every node's tokens."""
-        return (self.up(t[..., self.tokens, :].mT) / self.size).mT
+        return (self.gather_up(t[..., self.tokens, :].mT) / self.size).mT
 
-    def on_leaves(self, shares: Tensor) -> Tensor:
+    def spread_on_leaves(self, shares: Tensor) -> Tensor:
         """[..., leaves] of [..., nodes]: what a block weighs, spread over its leaves."""
         shares = shares / self.size
         for nodes in self.levels[1:]:
             shares = shares.index_add(-1, nodes, shares[..., self.parents[nodes]])
         return shares[..., self.blocks :]
 
-    def distance(self, leaves: Tensor) -> Tensor:
+    def measure_distance(self, leaves: Tensor) -> Tensor:
         """int [R, nodes]: from each query's own group, itself and the leaves beside it, to a node's nearest leaf."""
         of_leaves = self.parents[self.blocks :]
         parents, which = of_leaves[leaves.clamp_min(0)].unique(return_inverse=True)
@@ -210,9 +214,9 @@ class KeyTree:
             distances.append(
                 torch.minimum((beside[right] - place).abs(), (beside[left] - place).abs())
             )
-        return self.up(torch.stack(distances), "amin")[which]
+        return self.gather_up(torch.stack(distances), "amin")[which]
 
-    def columns(self, t: Tensor, rows: slice, block: slice) -> Tensor:
+    def select_columns(self, t: Tensor, rows: slice, block: slice) -> Tensor:
         """[B|1, H|1, R|1, leaves|1]: what a mask or bias [B|1, H|1, N|1, M|1] says of these rows and the leaves."""
         t = t[rows] if t.shape[0] > 1 else t
         t = t[:, :, block] if t.shape[2] > 1 else t
@@ -228,11 +232,11 @@ def visible_pairs(
     if by_place is not None:
         seen = seen & by_place[:, tree.tokens]
     if options.mask is not None:
-        seen = seen & read_visible(tree.columns(options.mask, rows, block))
+        seen = seen & read_visible(tree.select_columns(options.mask, rows, block))
     return seen
 
 
-def _block(
+def _attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -245,20 +249,20 @@ def _block(
     options, blocks, per_head = call.options, tree.blocks, lambda t: t[:, None, None]
     leaves = tree.leaves_of(block.start + options.offset, block.stop + options.offset)
     if options.is_causal:
-        short = tree.upto(block.stop + options.offset)
+        short = tree.take_first_keys(block.stop + options.offset)
         tree = (
             short if short.leaves else tree
         )  # padding alone so far, of which nobody sees anything
         key, value = (t[..., : blocks + tree.leaves, :] for t in (key, value))
     seen = visible_pairs(options, rows, block, tree, leaves)
-    logits = products(query, key)
+    logits = compute_logits(query, key)
     for added in (options.bias, options.mask):
         if added is not None and added.dtype != torch.bool:
-            added = tree.columns(added, rows, block).to(logits.dtype)
+            added = tree.select_columns(added, rows, block).to(logits.dtype)
             added = added.masked_fill(~seen, 0.0).expand(*(-1,) * 3, tree.leaves)
-            logits = logits + tree.up(added) / tree.size
+            logits = logits + tree.gather_up(added) / tree.size
     logits[..., :blocks] += torch.log(tree.size[:blocks].to(logits.dtype))
-    attended = cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
+    attended = find_cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
     if call.block_bias is not None:
         logits[..., :blocks] += per_head(call.block_bias)
         attended &= (
@@ -272,14 +276,16 @@ def _block(
     shares, lse = torch.exp(logits - lse), lse[..., 0].masked_fill(lse[..., 0] <= least, torch.inf)
     if not (call.weights or options.dropout_p):
         return weighted_sum(shares, value), lse, None
-    shares = tree.on_leaves(shares)
+    shares = tree.spread_on_leaves(shares)
     dropped = dropout(shares, options.dropout_p) if options.dropout_p else shares
     out = weighted_sum(dropped, value[..., blocks:, :])
     index = tree.tokens.expand_as(shares)
     return out, lse, shares.new_zeros(*shares.shape[:-1], tree.keys).scatter_add_(-1, index, shares)
 
 
-def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: KeyTying) -> Tensor:
+def find_cover(
+    scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: KeyTying
+) -> Tensor:
     """Bool [B, H, R, nodes]: what a query attends to, closed blocks and tokens.
 
     From the root down: of the blocks whose parent is open, those stay closed that no rule opens and that refinement
@@ -289,8 +295,8 @@ def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Key
         scores: [B, H, R, blocks], mean logit plus log|B|. seen: bool [B|1, H|1, R, leaves].
     """
     blocks, per_head = tree.blocks, lambda t: t[:, None, None]
-    part = (tree.up(seen.int()) < tree.size)[..., :blocks]  # some of the block is hidden
-    distance = tree.distance(leaves)[:, :blocks]
+    part = (tree.gather_up(seen.int()) < tree.size)[..., :blocks]  # some of the block is hidden
+    distance = tree.measure_distance(leaves)[:, :blocks]
     by_place = is_open(
         tree.first[:blocks], distance, distance, per_head(call.near), per_head(call.sinks)
     )
@@ -315,7 +321,7 @@ def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Key
     return torch.cat([closed, tokens], -1)
 
 
-def products(query: Tensor, key: Tensor) -> Tensor:
+def compute_logits(query: Tensor, key: Tensor) -> Tensor:
     """query @ keyᵀ. What is not finite gives NaN, and no gradient to what it was multiplied with."""
     logits = query @ key.mT
     if bool(logits.detach().sum().isfinite()):

@@ -119,11 +119,11 @@ class WindowLayout:
         for level, (width, above) in enumerate(zip(widths, (*widths[1:], None))):
             nodes = -(-tokens // width)
             b = above // width if above else nodes
-            self.groups.append(self._group(level, width, -(-nodes // b), b, device))
+            self.groups.append(self._make_group(level, width, -(-nodes // b), b, device))
             self.filled.append(self.groups[-1].families * b)
         self.filled.append(1)
 
-    def _group(self, level: int, width: int, families: int, b: int, device) -> Group:
+    def _make_group(self, level: int, width: int, families: int, b: int, device) -> Group:
         size = (
             (self.length - torch.arange(families * b, device=device) * width)
             .clamp(0, width)
@@ -141,44 +141,44 @@ class WindowLayout:
         )
 
     def to_leaves(self, x: Tensor) -> Tensor:
-        return _lengthened(x, self.filled[0])
+        return _pad_nodes(x, self.filled[0])
 
     def from_leaves(self, x: Tensor) -> Tensor:
         return x[:, :, : self.length]
 
-    def buffer(self, leaves: Tensor) -> Buffer:
+    def make_buffer(self, leaves: Tensor) -> Buffer:
         zero = leaves.new_zeros(())
         return [
             leaves,
             *(zero.expand(*leaves.shape[:2], n, *leaves.shape[3:]) for n in self.filled[1:]),
         ]
 
-    def blank(self, like: Tensor) -> Buffer:
-        return self.buffer(like.new_zeros(()).expand(like.shape))
+    def make_blank(self, like: Tensor) -> Buffer:
+        return self.make_buffer(like.new_zeros(()).expand(like.shape))
 
-    def leaves(self, buffer: Buffer) -> Tensor:
+    def read_leaves(self, buffer: Buffer) -> Tensor:
         return buffer[0]
 
-    def children(self, buffer: Buffer, group: Group) -> Tensor:
+    def read_children(self, buffer: Buffer, group: Group) -> Tensor:
         return buffer[group.children].unflatten(2, (group.families, group.width))
 
-    def parents(self, buffer: Buffer, group: Group) -> Tensor:
+    def read_parents(self, buffer: Buffer, group: Group) -> Tensor:
         return buffer[group.parents][:, :, : group.families]
 
     def put_children(self, buffer: Buffer, group: Group, x: Tensor) -> None:
         buffer[group.children] = x.flatten(2, 3)
 
     def put_parents(self, buffer: Buffer, group: Group, x: Tensor) -> None:
-        buffer[group.parents] = _lengthened(x, self.filled[group.parents])
+        buffer[group.parents] = _pad_nodes(x, self.filled[group.parents])
 
-    def roots(self, buffer: Buffer) -> Tensor:
+    def read_roots(self, buffer: Buffer) -> Tensor:
         return buffer[-1][:, :, 0]
 
     def put_roots(self, buffer: Buffer, x: Tensor) -> None:
         buffer[-1] = x[:, :, None]
 
 
-def _lengthened(x: Tensor, length: int) -> Tensor:
+def _pad_nodes(x: Tensor, length: int) -> Tensor:
     """[R, K, n, ...] with zeros up to a length of axis 2."""
     spare = length - x.shape[2]
     return F.pad(x, (0, 0) * (x.dim() - 3) + (0, spare)) if spare else x
@@ -205,9 +205,9 @@ class TreeLayout:
             dict.fromkeys(["", *(name for t in trees for name in t.kind_names)])
         )
         self.leaf_count, self.nodes = len(self.tokens), sum(tree.nodes for tree in trees)
-        self.groups = self._groups(trees, counts.cumsum(0) - counts, device)
+        self.groups = self._make_groups(trees, counts.cumsum(0) - counts, device)
 
-    def _groups(self, trees: Sequence[Tree], first_leaf: Tensor, device) -> list[Group]:
+    def _make_groups(self, trees: Sequence[Tree], first_leaf: Tensor, device) -> list[Group]:
         """Give every node its place, and make the groups: families of one height and about one width together."""
         steps: dict[tuple[int, int], list[tuple[int, Families]]] = {}
         for number, tree in enumerate(trees):
@@ -223,12 +223,12 @@ class TreeLayout:
             for number, families in steps[key]:
                 place[number][families.parent] = torch.arange(start, start + len(families.parent))
                 start += len(families.parent)
-            groups.append(self._group(trees, steps[key], place, first, device))
+            groups.append(self._make_group(trees, steps[key], place, first, device))
         self._roots = torch.stack([mine[-1] for mine in place]).to(device)
         self._zero = torch.cat([self._roots, self._roots.new_tensor([self.nodes])])
         return groups
 
-    def _group(
+    def _make_group(
         self, trees, entries: list[tuple[int, Families]], place, first: int, device
     ) -> Group:
         """One group from the families of several trees, filled up to a common width."""
@@ -252,7 +252,7 @@ class TreeLayout:
             fixed=fixed.to(device) if bool(fixed.any()) else None,
             all_fixed=bool(fixed.all()),
             kind=torch.cat(kinds).to(device),
-            children=_line(torch.cat(places).flatten().to(device)),
+            children=_as_slice(torch.cat(places).flatten().to(device)),
             parents=first,
         )
 
@@ -273,25 +273,25 @@ class TreeLayout:
         out = out.transpose(1, 2).index_put((self.rows, self.tokens), x[0].transpose(0, 1))
         return out.transpose(1, 2)
 
-    def buffer(self, leaves: Tensor) -> Buffer:
-        buffer = self.blank(leaves)
+    def make_buffer(self, leaves: Tensor) -> Buffer:
+        buffer = self.make_blank(leaves)
         buffer[:, :, : self.leaf_count] = leaves
         return buffer
 
-    def blank(self, like: Tensor) -> Buffer:
+    def make_blank(self, like: Tensor) -> Buffer:
         buffer = like.new_empty(*like.shape[:2], self.nodes + 1, *like.shape[3:])
         buffer[:, :, self._zero] = 0
         return buffer
 
-    def leaves(self, buffer: Buffer) -> Tensor:
+    def read_leaves(self, buffer: Buffer) -> Tensor:
         return buffer[:, :, : self.leaf_count]
 
-    def children(self, buffer: Buffer, group: Group) -> Tensor:
+    def read_children(self, buffer: Buffer, group: Group) -> Tensor:
         places = group.children
         x = buffer[:, :, places] if isinstance(places, slice) else buffer.index_select(2, places)
         return x.unflatten(2, (group.families, group.width))
 
-    def parents(self, buffer: Buffer, group: Group) -> Tensor:
+    def read_parents(self, buffer: Buffer, group: Group) -> Tensor:
         return buffer[:, :, group.parents : group.parents + group.families]
 
     def put_children(self, buffer: Buffer, group: Group, x: Tensor) -> None:
@@ -303,7 +303,7 @@ class TreeLayout:
     def put_parents(self, buffer: Buffer, group: Group, x: Tensor) -> None:
         buffer[:, :, group.parents : group.parents + group.families] = x
 
-    def roots(self, buffer: Buffer) -> Tensor:
+    def read_roots(self, buffer: Buffer) -> Tensor:
         roots = buffer.index_select(2, self._roots)
         return roots[:, :, 0] if self.one else roots[0].transpose(0, 1)
 
@@ -314,7 +314,7 @@ class TreeLayout:
 Layout = WindowLayout | TreeLayout
 
 
-def _line(places: Tensor) -> Tensor | slice:
+def _as_slice(places: Tensor) -> Tensor | slice:
     """A slice where the places follow each other: a view in place of a gather."""
     first = int(places[0])
     follow = torch.equal(places, torch.arange(first, first + len(places), device=places.device))

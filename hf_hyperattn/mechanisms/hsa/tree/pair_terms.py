@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import Group, Layout
-from .up_down import Terms, mean
+from .up_down import Terms, average_children
 
 
 class SiblingEmbeddings(nn.Module):
@@ -104,18 +104,21 @@ def pair_means(layout: Layout, pairs: Tensor) -> list[Tensor]:
     pairs = pairs.masked_fill(~real, 0.0)
     pairs = pairs if rows == 1 else pairs.expand(rows, -1, -1, -1)
     members = torch.eye(length, dtype=pairs.dtype, device=pairs.device).expand(rows, 1, -1, -1)
-    over_rows, of_tokens = (_pooled(layout, layout.to_leaves(x)) for x in (pairs, members))
+    over_rows, of_tokens = (_pool_buffer(layout, layout.to_leaves(x)) for x in (pairs, members))
     return [
-        layout.children(over_rows, group) @ layout.children(of_tokens, group).transpose(-1, -2)
+        layout.read_children(over_rows, group)
+        @ layout.read_children(of_tokens, group).transpose(-1, -2)
         for group in layout.groups
     ]
 
 
-def _pooled(layout: Layout, leaves: Tensor):
+def _pool_buffer(layout: Layout, leaves: Tensor):
     """A buffer of the means of these numbers of the leaves, [R, H, leaves, w]."""
-    buffer = layout.buffer(leaves)
+    buffer = layout.make_buffer(leaves)
     for group in layout.groups:
-        layout.put_parents(buffer, group, mean(group, layout.children(buffer, group)))
+        layout.put_parents(
+            buffer, group, average_children(group, layout.read_children(buffer, group))
+        )
     return buffer
 
 
@@ -127,7 +130,9 @@ def sibling_products(
     for number in group.kinds_present:
         if number == 0:
             continue
-        e = _table(tables, kind_names[number], group.most_children(number)).to(dtype)[: group.width]
+        e = _select_table(tables, kind_names[number], group.most_children(number)).to(dtype)[
+            : group.width
+        ]
         product = torch.einsum("bhw,chw->hbc", e, e)
         product = product - torch.diag_embed(product.diagonal(dim1=-2, dim2=-1))
         spare = group.width - len(e)
@@ -137,7 +142,7 @@ def sibling_products(
     return total
 
 
-def _table(tables: Mapping[str, Tensor], name: str, children: int) -> Tensor:
+def _select_table(tables: Mapping[str, Tensor], name: str, children: int) -> Tensor:
     if name not in tables:
         raise ValueError(
             f"the hierarchy has families of kind {name!r}, which have no sibling embeddings; allowed: "

@@ -54,36 +54,40 @@ class UpDown:
             keep_diagonal,
             list(terms),
         )
-        self.query, self.key, self.value = (layout.buffer(x) for x in (query, key, value))
-        self.rho = layout.buffer(query.new_zeros(()).expand(query.shape[:4]))
-        self.log_z = layout.blank(query[..., 0])
-        self.message = layout.blank(query.new_empty(()).expand(*query.shape[:4], value.shape[-1]))
+        self.query, self.key, self.value = (layout.make_buffer(x) for x in (query, key, value))
+        self.rho = layout.make_buffer(query.new_zeros(()).expand(query.shape[:4]))
+        self.log_z = layout.make_blank(query[..., 0])
+        self.message = layout.make_blank(
+            query.new_empty(()).expand(*query.shape[:4], value.shape[-1])
+        )
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def compute_output(self) -> tuple[Tensor, Tensor]:
         """The output of the leaves [R, K, leaves, G, dv] and ρ(root) [batch, K, G]."""
-        self._up()
-        return self.layout.leaves(self._down()), self.layout.roots(self.rho)
+        self._pass_up()
+        return self.layout.read_leaves(self._pass_down()), self.layout.read_roots(self.rho)
 
-    def _up(self) -> None:
+    def _pass_up(self) -> None:
         """Means, ρ, log Z and messages of all nodes."""
         layout = self.layout
         for group, term in zip(layout.groups, self.terms, strict=True):
             means = (self.query, self.key, self.value)
-            q, k, v, rho = (layout.children(x, group) for x in (*means, self.rho))
-            log_z, message = self._family(group, q, k, v, rho, term)
+            q, k, v, rho = (layout.read_children(x, group) for x in (*means, self.rho))
+            log_z, message = self._attend_family(group, q, k, v, rho, term)
             layout.put_children(self.log_z, group, log_z)
             layout.put_children(self.message, group, message)
             share = group.share.to(q.dtype)
             layout.put_parents(self.rho, group, (share[..., None] * log_z).sum(3))
             if group is not layout.groups[-1]:
                 for buffer, x in zip(means, (q, k, v)):
-                    layout.put_parents(buffer, group, mean(group, x))
+                    layout.put_parents(buffer, group, average_children(group, x))
 
-    def _family(self, group: Group, q, k, v, rho, term: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attend_family(
+        self, group: Group, q, k, v, rho, term: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """log Z [R, K, F, b, G] and m [R, K, F, b, G, dv] of all children."""
         log_z, message = [], []
         for rows in row_blocks(group, q):
-            L = self._logits(group, q[:, :, :, rows], k, rho[:, :, :, rows], term, rows)
+            L = self._family_logits(group, q[:, :, :, rows], k, rho[:, :, :, rows], term, rows)
             top = L.amax(-1, keepdim=True)
             top = top.masked_fill_(top.isneginf(), 0.0)  # a leaf alone, without its diagonal
             e = L.sub_(top).exp_()
@@ -91,9 +95,11 @@ class UpDown:
             log_z.append((total.log() + top)[..., 0])
             m = (zero_fixed(e, group, rows).flatten(3, 4) @ v).unflatten(3, e.shape[3:5])
             message.append(m.div_(total.clamp_min(torch.finfo(total.dtype).tiny)))
-        return _joined(log_z), _joined(message)
+        return _join_rows(log_z), _join_rows(message)
 
-    def _logits(self, group: Group, query, key, rho, term: Tensor | None, rows: slice) -> Tensor:
+    def _family_logits(
+        self, group: Group, query, key, rho, term: Tensor | None, rows: slice
+    ) -> Tensor:
         """L of some rows, [R, K, F, r, G, b]; q̄ [R, K, F, r, G, d] and ρ [R, K, F, r, G] are theirs, k̄ all of them."""
         L = (
             (query.flatten(3, 4) @ key.transpose(-1, -2))
@@ -102,7 +108,7 @@ class UpDown:
         )
         if term is not None:
             L += term if term.shape[3] == 1 else term[:, :, :, rows]
-        on_diagonal, rho = diagonal(L, rows), rho.transpose(-1, -2)
+        on_diagonal, rho = view_diagonal(L, rows), rho.transpose(-1, -2)
         inner = group.fixed is not None or group.all_fixed
         if not inner and self.keep_diagonal:
             return L
@@ -120,71 +126,77 @@ class UpDown:
         on_diagonal.copy_(value)  # ρ has no log|B|
         return L
 
-    def _down(self):
+    def _pass_down(self):
         """The buffer of a; that of p is kept."""
-        layout, message = self.layout, self.layout.leaves(self.message)
-        a, self.p = layout.blank(message), layout.blank(message[..., 0])
+        layout, message = self.layout, self.layout.read_leaves(self.message)
+        a, self.p = layout.make_blank(message), layout.make_blank(message[..., 0])
         for group in reversed(layout.groups):
-            above, p = layout.parents(a, group), layout.parents(self.p, group)
-            m = layout.children(self.message, group)
+            above, p = layout.read_parents(a, group), layout.read_parents(self.p, group)
+            m = layout.read_children(self.message, group)
             layout.put_children(
                 a, group, torch.addcmul(above[:, :, :, None], p.exp()[:, :, :, None, :, None], m)
             )
             if group.fixed is None:
                 continue
-            log_z = layout.children(self.log_z, group)
-            inside = (layout.children(self.rho, group) - log_z).masked_fill(
+            log_z = layout.read_children(self.log_z, group)
+            inside = (layout.read_children(self.rho, group) - log_z).masked_fill(
                 log_z.isneginf(), float("-inf")
             )
             layout.put_children(self.p, group, p[:, :, :, None] + inside)
         return a
 
-    def back(self, grad_out: Tensor, grad_root: Tensor) -> tuple[Tensor, Tensor, Tensor, Terms]:
-        """Gradients of queries, keys, values and terms, from those of what `run` returns."""
+    def compute_gradients(
+        self, grad_out: Tensor, grad_root: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Terms]:
+        """Gradients of queries, keys, values and terms, from those of what `compute_output` returns."""
         layout = self.layout
-        self._deltas(grad_out)
+        self._pass_gradients_up(grad_out)
         buffers = [
-            layout.blank(layout.leaves(x)) for x in (self.query, self.key, self.value, self.rho)
+            layout.make_blank(layout.read_leaves(x))
+            for x in (self.query, self.key, self.value, self.rho)
         ]
         layout.put_roots(buffers[3], grad_root.to(grad_out.dtype))
         grad_terms: list[Tensor | None] = []
         for group, term in zip(reversed(layout.groups), reversed(self.terms), strict=True):
-            *grads, g_rho, g_term = self._family_back(
-                group, layout.parents(buffers[3], group), term
+            *grads, g_rho, g_term = self._family_gradients(
+                group, layout.read_parents(buffers[3], group), term
             )
             grad_terms.append(g_term)
             share = group.share.to(grad_out.dtype)
             for buffer, x in zip(buffers, grads):
                 if group is not layout.groups[-1]:  # a child's share of the mean above
-                    above = layout.parents(buffer, group).unsqueeze(3)
+                    above = layout.read_parents(buffer, group).unsqueeze(3)
                     x = x + share.reshape(*share.shape, *[1] * (x.dim() - 4)) * above
                 layout.put_children(buffer, group, x)
             layout.put_children(buffers[3], group, g_rho)
-        query, key, value = (layout.leaves(x) for x in buffers[:3])
+        query, key, value = (layout.read_leaves(x) for x in buffers[:3])
         return query, key, value, grad_terms[::-1]
 
-    def _deltas(self, grad_out: Tensor) -> None:
+    def _pass_gradients_up(self, grad_out: Tensor) -> None:
         """The way up of the backward pass: buffers of g_a [R, K, nodes, G, dv], t and g_p [R, K, nodes, G]."""
         layout = self.layout
-        self.g_a, self.t = layout.buffer(grad_out), layout.blank(grad_out[..., 0])
-        self.g_p = layout.buffer(grad_out.new_zeros(()).expand(grad_out.shape[:4]))
+        self.g_a, self.t = layout.make_buffer(grad_out), layout.make_blank(grad_out[..., 0])
+        self.g_p = layout.make_buffer(grad_out.new_zeros(()).expand(grad_out.shape[:4]))
         for group in layout.groups:
-            g_a = layout.children(self.g_a, group)
-            share = layout.parents(self.p, group).exp()[:, :, :, None]
-            t = share * (g_a * layout.children(self.message, group)).sum(-1)
-            t = t + layout.children(self.g_p, group)
+            g_a = layout.read_children(self.g_a, group)
+            share = layout.read_parents(self.p, group).exp()[:, :, :, None]
+            t = share * (g_a * layout.read_children(self.message, group)).sum(-1)
+            t = t + layout.read_children(self.g_p, group)
             layout.put_children(self.t, group, t)
             layout.put_parents(self.g_a, group, g_a.sum(3))
             layout.put_parents(self.g_p, group, t.sum(3))
 
-    def _family_back(self, group: Group, g_rho_above: Tensor, term: Tensor | None):
+    def _family_gradients(self, group: Group, g_rho_above: Tensor, term: Tensor | None):
         """Gradients of the children's q̄, k̄, v̄, ρ from their own family, and of its term."""
-        children = lambda buffer: self.layout.children(buffer, group)
+        children = lambda buffer: self.layout.read_children(buffer, group)
         q, k, v, rho, log_z = map(
             children, (self.query, self.key, self.value, self.rho, self.log_z)
         )
         log_z = log_z.masked_fill(log_z.isneginf(), 0.0)
-        g_m = children(self.g_a) * self.layout.parents(self.p, group).exp()[:, :, :, None, :, None]
+        g_m = (
+            children(self.g_a)
+            * self.layout.read_parents(self.p, group).exp()[:, :, :, None, :, None]
+        )
         pull = children(self.t) - group.share.to(q.dtype)[..., None] * g_rho_above[:, :, :, None]
         g_p, g_q, g_rho = children(self.g_p), torch.empty_like(q), torch.zeros_like(rho)
         g_k, g_v = torch.zeros_like(k), torch.zeros_like(v)
@@ -192,12 +204,12 @@ class UpDown:
         for rows in row_blocks(group, q):
             pick = lambda x, rows=rows: x[:, :, :, rows]
             W = (
-                self._logits(group, pick(q), k, pick(rho), term, rows)
+                self._family_logits(group, pick(q), k, pick(rho), term, rows)
                 .sub_(pick(log_z)[..., None])
                 .exp_()
             )
             g = (pick(g_m).flatten(3, 4) @ v.transpose(-1, -2)).unflatten(3, W.shape[3:5])
-            inside = diagonal(W, rows).transpose(-1, -2).clone()
+            inside = view_diagonal(W, rows).transpose(-1, -2).clone()
             g_L = g.sub_(pick(pull)[..., None]).mul_(W)
             if group.fixed is not None or group.all_fixed:
                 g_rho[:, :, :, rows] = pick(g_p) - inside * pick(pull)
@@ -212,7 +224,7 @@ class UpDown:
         return g_q, g_k, g_v, g_rho, g_term
 
 
-def _joined(rows: list[Tensor]) -> Tensor:
+def _join_rows(rows: list[Tensor]) -> Tensor:
     return torch.cat(rows, 3) if len(rows) > 1 else rows[0]
 
 
@@ -223,7 +235,7 @@ def row_blocks(group: Group, query: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def diagonal(matrix: Tensor, rows: slice) -> Tensor:
+def view_diagonal(matrix: Tensor, rows: slice) -> Tensor:
     """The entries (B, B) of [R, K, F, r, G, b] as a view [R, K, F, G, r]."""
     return matrix.diagonal(offset=rows.start, dim1=3, dim2=5)
 
@@ -231,13 +243,13 @@ def diagonal(matrix: Tensor, rows: slice) -> Tensor:
 def zero_fixed(matrix: Tensor, group: Group, rows: slice) -> Tensor:
     """The same tensor with 0 at (B, B) for the children whose own logit is ρ."""
     if group.all_fixed:
-        diagonal(matrix, rows).zero_()
+        view_diagonal(matrix, rows).zero_()
     elif group.fixed is not None:
-        diagonal(matrix, rows).masked_fill_(group.fixed[:, :, :, None, rows], 0.0)
+        view_diagonal(matrix, rows).masked_fill_(group.fixed[:, :, :, None, rows], 0.0)
     return matrix
 
 
-def mean(group: Group, children: Tensor) -> Tensor:
+def average_children(group: Group, children: Tensor) -> Tensor:
     """Means of parents from those of their children, [R, K, F, b, ...] to [R, K, F, ...]."""
     share = group.share.to(children.dtype)
     x = children.flatten(4) if children.dim() > 5 else children

@@ -19,10 +19,10 @@ from ....hierarchy import Hierarchy
 from ....hierarchy.windows import checked_sizes
 from ....readable import can_read
 from .. import operator
-from ..pairs import pairs_of_queries
+from ..pairs import count_query_pairs
 from ..tree import key as tree_key
 from . import native
-from .means import Levels, pool, span_lists, unpool
+from .means import Levels, pool_levels, span_lists, unpool_gradients
 
 #: What `backend` of `key_tied` may say; "rows" is an older name of "torch".
 BACKENDS = ("auto", "torch", "native", "rows")
@@ -80,7 +80,7 @@ def key_tied(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    hierarchy, dtype, heads = _fitting(hierarchy, key), working_dtype(query), query.shape[1]
+    hierarchy, dtype, heads = _fit_hierarchy(hierarchy, key), working_dtype(query), query.shape[1]
     sink_logit = None if sink_logit is None else sink_logit.to(dtype)
     counts: Any = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
     block_bias = per_head_tensor(block_bias, query, dtype)
@@ -102,24 +102,24 @@ def key_tied(
             f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'"
         )
     readable = can_read(query)
-    serves = readable and _serves(query, backend)
-    if len({t.dtype for t in (query, key, value)}) > 1 or not native.reads(query):
+    serves = readable and _kernel_serves(query, backend)
+    if len({t.dtype for t in (query, key, value)}) > 1 or not native.takes_dtype(query):
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if obstacle is None and (serves or not readable):
         rest: Any = (*counts, block_bias, sink_logit, is_causal, offset, scale, backend)
-        return _operator(query, key, value, hierarchy, *rest), None
+        return _call_operator(query, key, value, hierarchy, *rest), None
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(
         four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p
     )
-    out, _, shares = _by_torch(
+    out, _, shares = _attend_by_torch(
         query * scale, key, value, hierarchy, counts, block_bias, options, weights, place
     )
     return out, shares
 
 
-def _by_torch(
+def _attend_by_torch(
     query,
     key,
     value,
@@ -130,13 +130,15 @@ def _by_torch(
     weights=False,
     place=None,
 ):
-    """`tree.key.attend`: output, log-sum-exp, and weights or None; the query is scaled."""
+    """`tree.key.attend_trees`: output, log-sum-exp, and weights or None; the query is scaled."""
     near, sinks, top_k = (torch.tensor(count, device=query.device) for count in counts)
     call = tree_key.KeyTying(near, sinks, top_k, block_bias, options, weights, place)
-    return tree_key.attend(query, key, value, tree_key.trees_of(hierarchy, options.is_causal), call)
+    return tree_key.attend_trees(
+        query, key, value, tree_key.trees_of(hierarchy, options.is_causal), call
+    )
 
 
-def _fitting(hierarchy: Hierarchy | Sequence[int], key: Tensor) -> Hierarchy:
+def _fit_hierarchy(hierarchy: Hierarchy | Sequence[int], key: Tensor) -> Hierarchy:
     """A hierarchy that fits the keys."""
     batch, length = key.shape[0], key.shape[2]
     if not isinstance(hierarchy, Hierarchy):
@@ -192,20 +194,20 @@ def attend_levels(
     dtype, key, value = working_dtype(query, levels.keys[-1]), levels.keys[0], levels.values[0]
     block_bias = per_head_tensor(block_bias, query, dtype)
     sink_logit = None if sink_logit is None else sink_logit.to(dtype)
-    if _serves(query, backend):
+    if _kernel_serves(query, backend):
         arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)
-        return native.forward(query, *arguments, lse=lse)
+        return native.compute_forward(query, *arguments, lse=lse)
     hierarchy = Hierarchy(
         key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops
     )
     options = Options(is_causal=is_causal, offset=offset, sinks=sink_logit)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options)[:2]
+    return _attend_by_torch(query * scale, key, value, hierarchy, counts, block_bias, options)[:2]
 
 
-def _serves(query: Tensor, backend: str) -> bool:
+def _kernel_serves(query: Tensor, backend: str) -> bool:
     """Whether the kernel computes a call with this query."""
-    serves = backend in ("auto", "native") and native.serves(query)
+    serves = backend in ("auto", "native") and native.can_serve(query)
     if backend == "native" and not serves:
         raise ValueError(
             f"backend='native' cannot compute {query.dtype} on {query.device} here; allowed: float32, bfloat16 and "
@@ -217,7 +219,7 @@ def _serves(query: Tensor, backend: str) -> bool:
 def _kernel_call(
     levels: Levels, counts, block_bias, sink_logit, is_causal: bool, offset: int, scale: float
 ) -> tuple:
-    """What `native.forward` takes after the query."""
+    """What `native.compute_forward` takes after the query."""
     batch, length = len(levels.keys[0]), levels.keys[0].shape[2]
     length, held = levels.held or (length, ((0, 0),) * len(levels.keys))
     spans = span_lists(batch, length, levels.starts, levels.stops)
@@ -226,7 +228,7 @@ def _kernel_call(
     return levels.keys, levels.values, block_bias, sink_logit, *rule
 
 
-def _operator(
+def _call_operator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -250,18 +252,20 @@ def _operator(
     }
     named = [(name, t) for name, t in extras.items() if t is not None]
     numbers = [BACKENDS.index(backend), is_causal, offset, *near, *sinks, *top_k]
-    return operator.call(
+    return operator.call_function(
         "windowed", [query, key, value], named, list(hierarchy.sizes or ()), numbers, scale
     )[0]
 
 
-def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor, Levels, Any, str]:
-    """What `_operator` wrote: the query, levels, the rest of the arguments of `attend_levels`, and the backend."""
+def _read_call(
+    tensors, named: operator.Named, sizes, numbers, scale
+) -> tuple[Tensor, Levels, Any, str]:
+    """What `_call_operator` wrote: the query, levels, the rest of the arguments of `attend_levels`, and the backend."""
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
     backend, is_causal, offset, *counts = numbers
     counts = [counts[i * heads : (i + 1) * heads] for i in range(3)]
-    levels = pool(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
-    if native.reads(query):  # tokens as they came
+    levels = pool_levels(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
+    if native.takes_dtype(query):  # tokens as they came
         levels = replace(levels, keys=(key, *levels.keys[1:]), values=(value, *levels.values[1:]))
     rule = (
         *counts,
@@ -274,33 +278,37 @@ def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor
     return query, levels, rule, BACKENDS[backend]
 
 
-def _pairs(query, key, named, sizes, numbers) -> float:
+def _count_pairs(query, key, named, sizes, numbers) -> float:
     _, is_causal, _, *counts = numbers
     rules: Any = zip(*(counts[i * query[1] : (i + 1) * query[1]] for i in range(3)))
     return sum(
-        pairs_of_queries(query[2], key[2], sizes, near, sinks, top_k, is_causal)
+        count_query_pairs(query[2], key[2], sizes, near, sinks, top_k, is_causal)
         for near, sinks, top_k in rules
     )
 
 
-def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | None] | None:
+def _compute_gradients(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | None] | None:
     features, *others = call
-    query, levels, (*counts, bias, sink, is_causal, offset, scale), backend = _read(
+    query, levels, (*counts, bias, sink, is_causal, offset, scale), backend = _read_call(
         [t.float() for t in features], *others
     )
-    if not _serves(query, backend):
+    if not _kernel_serves(query, backend):
         return None
     arguments = _kernel_call(levels, counts, bias, sink, is_causal, offset, scale)
-    g_query, keys, values, g_bias, g_sink = native.backward(grad, out, lse, query, *arguments)
+    g_query, keys, values, g_bias, g_sink = native.compute_backward(
+        grad, out, lse, query, *arguments
+    )
     spans = span_lists(len(query), levels.keys[0].shape[2], levels.starts, levels.stops)
-    tokens = [unpool(tables, levels.sizes, *spans) for tables in (keys, values)]
+    tokens = [unpool_gradients(tables, levels.sizes, *spans) for tables in (keys, values)]
     gradients = {"block_bias": g_bias, "sink_logit": g_sink}
     return [g_query, *tokens, *(gradients.get(name) for name, _ in call[1])]
 
 
-@operator.computes("windowed", lambda query, key, numbers: query.shape[:3], _pairs, _backward)
-def _forward(*call) -> tuple[Tensor, Tensor]:
-    query, levels, rule, backend = _read(*call)
+@operator.register_function(
+    "windowed", lambda query, key, numbers: query.shape[:3], _count_pairs, _compute_gradients
+)
+def _compute_output(*call) -> tuple[Tensor, Tensor]:
+    query, levels, rule, backend = _read_call(*call)
     rest: Any = (*rule, backend)
     return attend_levels(query, levels, *rest)
 

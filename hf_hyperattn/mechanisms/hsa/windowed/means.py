@@ -37,7 +37,7 @@ class Levels:
     held: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
 
-def pool(
+def pool_levels(
     key: Tensor,
     value: Tensor,
     sizes: Sequence[int],
@@ -53,15 +53,15 @@ def pool(
     """
     dtype = working_dtype(key)
     tables = key.to(dtype), value.to(dtype)
-    if native.serves(tables[0]):
+    if native.can_serve(tables[0]):
         spans = span_lists(len(key), key.shape[2], starts, stops)
-        keys, values = ((t, *native.pool(t, sizes, *spans)) for t in tables)
+        keys, values = ((t, *native.pool_windows(t, sizes, *spans)) for t in tables)
     else:
         keys, values = ((t,) for t in tables)
     return Levels(tuple(sizes), keys, values, starts, stops)
 
 
-def unpool(
+def unpool_gradients(
     tables: Sequence[Tensor], sizes: Sequence[int], starts: list[int], stops: list[int]
 ) -> Tensor:
     """Gradients of tokens [B, H, M, e], from those of tokens and means."""

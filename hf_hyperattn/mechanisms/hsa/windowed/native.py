@@ -23,7 +23,7 @@ LANES = 16
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def _fields(kind, names: str) -> list:
+def _make_fields(kind, names: str) -> list:
     return [(name, kind) for name in names.split()]
 
 
@@ -31,13 +31,13 @@ class KernelCall(ctypes.Structure):
     """`struct Windows` of listed/windows.h."""
 
     _fields_ = [
-        *_fields(ctypes.c_void_p, "out lse query"),
+        *_make_fields(ctypes.c_void_p, "out lse query"),
         ("query_steps", ctypes.c_int64 * 3),
         ("levels", ctypes.c_int64),
-        *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths held"),
-        *_fields(ctypes.c_int64, "kind query_kind batch heads kv_heads queries dim value_dim"),
-        *_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
-        *_fields(ctypes.c_int64, "is_causal offset threads"),
+        *_make_fields(ctypes.c_void_p, "keys values key_steps value_steps widths held"),
+        *_make_fields(ctypes.c_int64, "kind query_kind batch heads kv_heads queries dim value_dim"),
+        *_make_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
+        *_make_fields(ctypes.c_int64, "is_causal offset threads"),
         ("scale", ctypes.c_float),
     ]
 
@@ -45,38 +45,38 @@ class KernelCall(ctypes.Structure):
 class KernelGradients(ctypes.Structure):
     """`struct WindowGradients` of listed/windows_backward.h."""
 
-    _fields_ = _fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
+    _fields_ = _make_fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
 
 
-def serves(t: Tensor) -> bool:
+def can_serve(t: Tensor) -> bool:
     """Whether the kernel can compute a call with this query."""
     suitable = t.dtype in KINDS and t.device.type == "cpu" and can_read(t)
     return suitable and library.core_is_ready()
 
 
-def reads(t: Tensor) -> bool:
+def takes_dtype(t: Tensor) -> bool:
     """Whether the kernel takes queries, keys and values of this dtype as they are: bfloat16."""
-    return t.dtype == torch.bfloat16 and serves(t)
+    return t.dtype == torch.bfloat16 and can_serve(t)
 
 
-def pointers(tensors: Sequence[Tensor]):
+def list_pointers(tensors: Sequence[Tensor]):
     """An array of their addresses."""
     return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
 
 
-def steps(tensors: Sequence[Tensor]):
+def list_strides(tensors: Sequence[Tensor]):
     """Strides of batch, head and row of each."""
     return longs([s for t in tensors for s in t.stride()[:3]])
 
 
-def whole_vectors(t: Tensor) -> Tensor:
+def pad_to_vectors(t: Tensor) -> Tensor:
     """The tensor with rows that are whole vectors and contiguous; itself where they are."""
     spare = -t.shape[-1] % LANES
     t = torch.nn.functional.pad(t, (0, spare)) if spare else t
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def call_of(
+def build_call(
     query: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -101,7 +101,7 @@ def call_of(
     sizes = [size for size in sizes if size < longest]
     extras = [None if t is None else t.float().contiguous() for t in (block_bias, sink_logit)]
     arrays = [longs(v) for v in ([1, *sizes], held, near, sinks, top_k, *spans)]
-    tables = [pointers(keys), pointers(values), steps(keys), steps(values)]
+    tables = [list_pointers(keys), list_pointers(values), list_strides(keys), list_strides(values)]
     address = ctypes.addressof
     call = KernelCall(
         out.data_ptr(),
@@ -130,7 +130,7 @@ def call_of(
     return call, [extras, arrays, tables]
 
 
-def forward(
+def compute_forward(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest, lse: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N].
@@ -140,7 +140,7 @@ def forward(
             and the CPU multiplies such numbers, more than 4 neighbouring queries round their weights to
             bfloat16 for the tokens that they share.
         keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
-        rest: As in `call_of`.
+        rest: As in `build_call`.
         lse: False: None takes the place of the log-sum-exp, and a few queries that refine are computed one by one.
             Their scores are then rounded otherwise than in a backward pass, which might open other blocks.
     """
@@ -150,23 +150,23 @@ def forward(
         query = query.float()
     width = values[0].shape[-1]
     query, keys, values = (
-        whole_vectors(query),
-        [*map(whole_vectors, keys)],
-        [*map(whole_vectors, values)],
+        pad_to_vectors(query),
+        [*map(pad_to_vectors, keys)],
+        [*map(pad_to_vectors, values)],
     )
     out = query.new_empty(*query.shape[:3], values[0].shape[-1], dtype=torch.float32)
     sums = out.new_empty(query.shape[:3]) if lse else None
-    call, alive = call_of(query, keys, values, out, sums, *rest)
+    call, alive = build_call(query, keys, values, out, sums, *rest)
     library.core().hyper_windows_forward(ctypes.byref(call))
     del alive
-    return _cut(out, width), sums
+    return _cut_padding(out, width), sums
 
 
-def _cut(t: Tensor, width: int) -> Tensor:
+def _cut_padding(t: Tensor, width: int) -> Tensor:
     return t if t.shape[-1] == width else t[..., :width].contiguous()
 
 
-def backward(
+def compute_backward(
     grad: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -178,20 +178,20 @@ def backward(
     """Gradients of query, keys, values, block bias [H] and sink [H] (0 where there is none)."""
     width, value_width = query.shape[-1], values[0].shape[-1]
     query, keys, values = (
-        whole_vectors(query),
-        [*map(whole_vectors, keys)],
-        [*map(whole_vectors, values)],
+        pad_to_vectors(query),
+        [*map(pad_to_vectors, keys)],
+        [*map(pad_to_vectors, values)],
     )
     grad, out, lse = (
-        whole_vectors(grad).contiguous(),
-        whole_vectors(out).contiguous(),
+        pad_to_vectors(grad).contiguous(),
+        pad_to_vectors(out).contiguous(),
         lse.contiguous(),
     )
-    call, alive = call_of(query, keys, values, out, lse, *rest)
+    call, alive = build_call(query, keys, values, out, lse, *rest)
     zeros = lambda t: query.new_zeros(t.shape)
     g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
     heads = query.new_zeros(2, *query.shape[:2])
-    tables = [pointers(g_keys), pointers(g_values), longs([t.shape[2] for t in keys])]
+    tables = [list_pointers(g_keys), list_pointers(g_values), longs([t.shape[2] for t in keys])]
     gradients = KernelGradients(
         grad.data_ptr(),
         g_query.data_ptr(),
@@ -200,24 +200,29 @@ def backward(
     )
     library.core().hyper_windows_backward(ctypes.byref(call), ctypes.byref(gradients))
     del alive
-    g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
-    return _cut(g_query, width), g_keys, g_values, heads[0].sum(0), heads[1].sum(0)
+    g_keys, g_values = (
+        [_cut_padding(t, width) for t in g_keys],
+        [_cut_padding(t, value_width) for t in g_values],
+    )
+    return _cut_padding(g_query, width), g_keys, g_values, heads[0].sum(0), heads[1].sum(0)
 
 
-def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -> list[Tensor]:
+def pool_windows(
+    t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]
+) -> list[Tensor]:
     """Means of [B, H, M, e] over windows of every size, [B, H, ceil(M / w), e] each."""
     t = t if t.stride(-1) == 1 else t.contiguous()
     counts = [t.shape[2], *(-(-t.shape[2] // size) for size in sizes)]
     tables = [t, *(t.new_empty(*t.shape[:2], n, t.shape[3]) for n in counts[1:])]
     library.core().hyper_windows_pool(
         ctypes.c_void_p(t.data_ptr()),
-        steps([t]),
+        list_strides([t]),
         *(ctypes.c_int64(n) for n in (*t.shape[:2], t.shape[3])),
         longs(starts),
         longs(stops),
         ctypes.c_int64(len(sizes)),
         longs([1, *sizes]),
-        pointers(tables),
+        list_pointers(tables),
         longs(counts),
         ctypes.c_int64(torch.get_num_threads()),
     )
