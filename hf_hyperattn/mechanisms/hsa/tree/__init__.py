@@ -1,1 +1,4 @@
-"""Attention tied over trees: `tying="both"` in one pass up and one down, and key tying of any tree under any mask."""
+"""Tie attention over any trees.
+
+A reader learns here how `tying="both"` runs in one pass up and one down, and how keys are tied under any mask.
+"""
