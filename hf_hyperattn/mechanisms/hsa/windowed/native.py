@@ -1,7 +1,9 @@
-"""The compiled kernel of key-tied attention (engines/cpu/listed/windows.cpp) on the CPU, forward and backward.
+"""Call the compiled CPU kernel of key-tied attention (engines/cpu/listed/windows.cpp).
 
-Sums are float32. In a forward pass tokens may be in half precision, as caches keep them, and queries with them; queries
-and tokens in bfloat16 are multiplied as they are where the CPU can. Gradients are computed in float32.
+A reader learns here how tensors become the C structures of the kernel, forward and backward.
+
+Sums are float32. In a forward pass, tokens and queries may be in half precision, as caches keep them. The kernel
+multiplies bfloat16 queries and tokens directly if the CPU can. Gradients are computed in float32.
 """
 
 from __future__ import annotations
@@ -16,19 +18,20 @@ from ....engines.cpu import library
 from ....engines.cpu.library import longs
 from ....readable import can_read
 
-#: Head dimensions are filled up to a multiple of the widest registers.
+# Head dimensions are padded to a multiple of the widest registers: 16 floats of AVX-512.
 LANES = 16
 
-#: The dtypes that tokens may have, as `Kind` of listed/windows.h counts them.
+# The dtypes that tokens may have. `Kind` in listed/windows.h has the same codes.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _make_fields(kind, names: str) -> list:
+    """Return ctypes fields of one type from names that are separated by spaces."""
     return [(name, kind) for name in names.split()]
 
 
 class KernelCall(ctypes.Structure):
-    """`struct Windows` of listed/windows.h."""
+    """Mirror `struct Windows` of listed/windows.h: same fields in the same order."""
 
     _fields_ = [
         *_make_fields(ctypes.c_void_p, "out lse query"),
@@ -43,34 +46,34 @@ class KernelCall(ctypes.Structure):
 
 
 class KernelGradients(ctypes.Structure):
-    """`struct WindowGradients` of listed/windows_backward.h."""
+    """Mirror `struct WindowGradients` of listed/windows_backward.h."""
 
     _fields_ = _make_fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
 
 
 def can_serve(t: Tensor) -> bool:
-    """Whether the kernel can compute a call with this query."""
+    """Return whether the kernel can compute a call with this query."""
     suitable = t.dtype in KINDS and t.device.type == "cpu" and can_read(t)
     return suitable and library.core_is_ready()
 
 
 def takes_dtype(t: Tensor) -> bool:
-    """Whether the kernel takes queries, keys and values of this dtype as they are: bfloat16."""
+    """Return whether the kernel takes queries, keys and values of this dtype directly: bfloat16."""
     return t.dtype == torch.bfloat16 and can_serve(t)
 
 
 def list_pointers(tensors: Sequence[Tensor]):
-    """An array of their addresses."""
+    """Return a C array of the tensors' addresses."""
     return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
 
 
 def list_strides(tensors: Sequence[Tensor]):
-    """Strides of batch, head and row of each."""
+    """Return a C array of the strides of batch, head and row of each tensor."""
     return longs([s for t in tensors for s in t.stride()[:3]])
 
 
 def pad_to_vectors(t: Tensor) -> Tensor:
-    """The tensor with rows that are whole vectors and contiguous; itself where they are."""
+    """Return the tensor with contiguous rows of whole vectors, without a copy if possible."""
     spare = -t.shape[-1] % LANES
     t = torch.nn.functional.pad(t, (0, spare)) if spare else t
     return t if t.stride(-1) == 1 else t.contiguous()
@@ -94,75 +97,100 @@ def build_call(
     offset: int,
     scale: float,
 ) -> tuple[KernelCall, list]:
-    """The structure that the kernel reads, and what must live as long as it."""
-    # A window that holds all tokens is the root, and open to every query. The kernel makes room, and loops, for all
-    # children that a window may have.
+    """Return the structure that the kernel reads, and the objects that must outlive it.
+
+    Args:
+        query: [B, H, N, d].
+        keys, values: Of every level, tokens first, [B, Hkv, n_l, ...].
+        out: [B, H, N, dv], which the kernel writes.
+        lse: [B, H, N], which the kernel writes; None: not needed.
+        block_bias, sink_logit: [H] or None.
+        spans: First real token of every row, and one past the last.
+        sizes: Window sizes, bottom first.
+        held: For each level, the number of rows kept at the front of its table, and the number evicted after them.
+        near, sinks, top_k: One integer per head.
+        is_causal, offset, scale: As in `windowed.key.key_tied`.
+    """
+    # A window that holds all tokens is the root, and open to every query. The kernel reserves memory for all children
+    # that a window may have, and loops over them, so a huge size would cost both.
     longest = max(stop - start for start, stop in zip(*spans, strict=True)) if spans[0] else 0
     sizes = [size for size in sizes if size < longest]
+
+    # C arrays. The structure holds addresses only, so Python must keep these objects alive during the call.
     extras = [None if t is None else t.float().contiguous() for t in (block_bias, sink_logit)]
-    arrays = [longs(v) for v in ([1, *sizes], held, near, sinks, top_k, *spans)]
+    bias, sink = (None if t is None else t.data_ptr() for t in extras)
     tables = [list_pointers(keys), list_pointers(values), list_strides(keys), list_strides(values)]
-    address = ctypes.addressof
+    arrays = [longs(v) for v in ([1, *sizes], held, near, sinks, top_k, *spans)]
+    widths, held_rows, near_of, sinks_of, top_k_of, starts, stops = map(ctypes.addressof, arrays)
+    key_table, value_table, key_steps, value_steps = map(ctypes.addressof, tables)
+
     call = KernelCall(
-        out.data_ptr(),
-        None if lse is None else lse.data_ptr(),
-        query.data_ptr(),
-        tuple(query.stride()[:3]),
-        len(sizes),
-        *map(address, tables),
-        *map(address, arrays[:2]),
-        KINDS[keys[0].dtype],
-        KINDS[query.dtype],
-        query.shape[0],
-        query.shape[1],
-        keys[0].shape[1],
-        query.shape[2],
-        query.shape[3],
-        values[0].shape[3],
-        *map(address, arrays[2:5]),
-        *(None if t is None else t.data_ptr() for t in extras),
-        *map(address, arrays[5:]),
-        is_causal,
-        offset,
-        torch.get_num_threads(),
-        scale,
+        out=out.data_ptr(),
+        lse=None if lse is None else lse.data_ptr(),
+        query=query.data_ptr(),
+        query_steps=tuple(query.stride()[:3]),
+        levels=len(sizes),
+        keys=key_table,
+        values=value_table,
+        key_steps=key_steps,
+        value_steps=value_steps,
+        widths=widths,
+        held=held_rows,
+        kind=KINDS[keys[0].dtype],
+        query_kind=KINDS[query.dtype],
+        batch=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=keys[0].shape[1],
+        queries=query.shape[2],
+        dim=query.shape[3],
+        value_dim=values[0].shape[3],
+        near=near_of,
+        sinks=sinks_of,
+        top_k=top_k_of,
+        block_bias=bias,
+        sink_logit=sink,
+        starts=starts,
+        stops=stops,
+        is_causal=is_causal,
+        offset=offset,
+        threads=torch.get_num_threads(),
+        scale=scale,
     )
     return call, [extras, arrays, tables]
 
 
 def compute_forward(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest, lse: bool = True
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *, lse: bool = True, **rest
 ) -> tuple[Tensor, Tensor | None]:
-    """Output [B, H, N, dv] and log-sum-exp [B, H, N].
+    """Return the output [B, H, N, dv] and the log-sum-exp [B, H, N] or None.
 
     Args:
-        query: [B, H, N, d], read in float32 if tokens have another dtype. If queries and tokens are bfloat16,
-            and the CPU multiplies such numbers, more than 4 neighbouring queries round their weights to
-            bfloat16 for the tokens that they share.
+        query: [B, H, N, d], converted to float32 if tokens have another dtype. With bfloat16 queries and tokens on a
+            CPU that multiplies bfloat16, more than 4 neighbouring queries round the weights of shared tokens to
+            bfloat16.
         keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
-        rest: As in `build_call`.
-        lse: False: None takes the place of the log-sum-exp, and a few queries that refine are computed one by one.
-            Their scores are then rounded otherwise than in a backward pass, which might open other blocks.
+        rest: The other arguments of `build_call`, by name.
+        lse: If False, return None for the log-sum-exp, and compute a few refining queries one by one. Their scores then
+            round differently than in a backward pass, which might open other blocks.
     """
     if keys[0].dtype != values[0].dtype:
         keys, values = ([t.float() for t in tables] for tables in (keys, values))
     if query.dtype != keys[0].dtype:
         query = query.float()
     width = values[0].shape[-1]
-    query, keys, values = (
-        pad_to_vectors(query),
-        [*map(pad_to_vectors, keys)],
-        [*map(pad_to_vectors, values)],
-    )
+    query = pad_to_vectors(query)
+    keys = [*map(pad_to_vectors, keys)]
+    values = [*map(pad_to_vectors, values)]
     out = query.new_empty(*query.shape[:3], values[0].shape[-1], dtype=torch.float32)
     sums = out.new_empty(query.shape[:3]) if lse else None
-    call, alive = build_call(query, keys, values, out, sums, *rest)
+    call, alive = build_call(query, keys, values, out, sums, **rest)
     library.core().hyper_windows_forward(ctypes.byref(call))
-    del alive
+    del alive  # Not before the kernel has returned.
     return _cut_padding(out, width), sums
 
 
 def _cut_padding(t: Tensor, width: int) -> Tensor:
+    """Return the tensor without the columns that `pad_to_vectors` added."""
     return t if t.shape[-1] == width else t[..., :width].contiguous()
 
 
@@ -173,44 +201,62 @@ def compute_backward(
     query: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
-    *rest,
+    **rest,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
-    """Gradients of query, keys, values, block bias [H] and sink [H] (0 where there is none)."""
+    """Return the gradients of query, keys, values, block bias [H] and sink [H].
+
+    The last two are 0 if the call has no block bias or sink.
+
+    Args:
+        grad: Gradient of the output, [B, H, N, dv].
+        out, lse: Results of `compute_forward`.
+        query, keys, values: As in `compute_forward`, in float32.
+        rest: The other arguments of `build_call`, by name.
+    """
     width, value_width = query.shape[-1], values[0].shape[-1]
-    query, keys, values = (
-        pad_to_vectors(query),
-        [*map(pad_to_vectors, keys)],
-        [*map(pad_to_vectors, values)],
-    )
-    grad, out, lse = (
-        pad_to_vectors(grad).contiguous(),
-        pad_to_vectors(out).contiguous(),
-        lse.contiguous(),
-    )
-    call, alive = build_call(query, keys, values, out, lse, *rest)
+    query = pad_to_vectors(query)
+    keys = [*map(pad_to_vectors, keys)]
+    values = [*map(pad_to_vectors, values)]
+    grad = pad_to_vectors(grad).contiguous()
+    out = pad_to_vectors(out).contiguous()
+    lse = lse.contiguous()
+    call, alive = build_call(query, keys, values, out, lse, **rest)
+
+    # The kernel adds to these buffers, so they start at 0.
     zeros = lambda t: query.new_zeros(t.shape)
-    g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
-    heads = query.new_zeros(2, *query.shape[:2])
+    g_query = zeros(query)
+    g_keys = [*map(zeros, keys)]
+    g_values = [*map(zeros, values)]
+    # Gradients of block bias and sink by row and head: threads work on different rows and heads, and must not write to the same number.
+    g_bias, g_sink = query.new_zeros(2, *query.shape[:2])
     tables = [list_pointers(g_keys), list_pointers(g_values), longs([t.shape[2] for t in keys])]
+    key_table, value_table, row_counts = map(ctypes.addressof, tables)
     gradients = KernelGradients(
-        grad.data_ptr(),
-        g_query.data_ptr(),
-        *map(ctypes.addressof, tables),
-        *(h.data_ptr() for h in heads),
+        grad=grad.data_ptr(),
+        query=g_query.data_ptr(),
+        keys=key_table,
+        values=value_table,
+        rows=row_counts,
+        block_bias=g_bias.data_ptr(),
+        sink_logit=g_sink.data_ptr(),
     )
     library.core().hyper_windows_backward(ctypes.byref(call), ctypes.byref(gradients))
     del alive
-    g_keys, g_values = (
-        [_cut_padding(t, width) for t in g_keys],
-        [_cut_padding(t, value_width) for t in g_values],
-    )
-    return _cut_padding(g_query, width), g_keys, g_values, heads[0].sum(0), heads[1].sum(0)
+    g_keys = [_cut_padding(t, width) for t in g_keys]
+    g_values = [_cut_padding(t, value_width) for t in g_values]
+    return _cut_padding(g_query, width), g_keys, g_values, g_bias.sum(0), g_sink.sum(0)
 
 
 def pool_windows(
     t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]
 ) -> list[Tensor]:
-    """Means of [B, H, M, e] over windows of every size, [B, H, ceil(M / w), e] each."""
+    """Return the means over windows of every size, [B, H, ceil(M / w), e] each.
+
+    Args:
+        t: [B, H, M, e].
+        sizes: Window sizes w, bottom first.
+        starts, stops: First real token of every row, and one past the last.
+    """
     t = t if t.stride(-1) == 1 else t.contiguous()
     counts = [t.shape[2], *(-(-t.shape[2] // size) for size in sizes)]
     tables = [t, *(t.new_empty(*t.shape[:2], n, t.shape[3]) for n in counts[1:])]
