@@ -1,10 +1,12 @@
-"""HSA as one operator with its gradient, for the compiler and for export.
+"""Wrap HSA calls as one custom operator with its gradient, for `torch.compile` and for export.
 
-What a mask hides decides which tree is used, and a tree decides the shapes of all steps: the compiler can look into
-neither. So such a call is computed inside an operator as it is without a compiler. Its gradient computes it again, but
-over windows, which have a kernel for it.
-An operator's arguments are tensors, numbers and text, so a call comes apart: every tensor beside query, key and value
-has a name, and a hierarchy is windows' sizes and spans, or parents, kinds and tokens of trees.
+A reader learns here how masks and trees are hidden from the compiler, and how a call becomes tensors, integers and text.
+
+A mask decides which tree is used, and a tree decides the shapes of all steps, so the compiler can trace neither. Inside
+the operator, the call runs as it does without a compiler. The backward pass computes the call again with autograd; over
+windows the kernel has a backward pass of its own.
+The arguments of an operator are tensors, numbers and text. Every tensor except query, key and value therefore has a
+name. A hierarchy is passed as sizes and spans of windows, or as parents, kinds and tokens of trees.
 """
 
 from __future__ import annotations
@@ -24,22 +26,27 @@ from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
 from ...readable import can_read
 
-#: Between two names of tensors, and between the kinds of families in one name.
+# Separators of the names of tensors, and of the kinds of families in one name. No name contains these characters.
 BREAK, NEXT = "\x1f", "\x1e"
+
+#: Names of tensors that make a hierarchy, before the first space of a name.
+HIERARCHY_NAMES = ("starts", "stops", "parents", "kinds", "tokens")
 
 Named = list[tuple[str, Tensor]]
 
 
 class Function(NamedTuple):
-    """What the operator can compute.
+    """Hold one function that the operator can compute.
 
     Args:
-        compute: from (query, key and value; named tensors; sizes; numbers; scale) to the output and a second tensor.
-        shape: of the second, from (query, key, numbers).
-        pairs: how many logits all heads of a row compute, for FLOP counters: from the shapes of the query, of the key
-            and, by name, of the named tensors, sizes and numbers.
-        backward: gradients of all tensors, or None for one, from (gradient of the output, both results, and the
-            arguments of `compute`). Where it is or gives None, autograd computes the function again.
+        compute: Takes (query, key and value; named tensors; sizes; numbers; scale). Returns the output and a second
+            tensor.
+        shape: Takes (query, key, numbers). Returns the shape of the second tensor.
+        pairs: Returns the number of logits of all heads of a row, for FLOP counters. Takes the shapes of query and key,
+            the shapes of the named tensors by name, sizes and numbers.
+        backward: Takes the gradient of the output, both results, and the arguments of `compute`. Returns the gradients
+            of all tensors, or None for a tensor without. If it is None or returns None, autograd computes the function
+            again.
     """
 
     compute: Callable
@@ -54,10 +61,15 @@ FUNCTIONS: dict[str, Function] = {}
 def register_function(
     name: str, shape: Callable, pairs: Callable, backward: Callable | None = None
 ):
-    """Decorator: a function that the operator can compute; arguments as in `Function`."""
+    """Return a decorator that registers a function of the operator.
+
+    Args:
+        name: Name of the function.
+        shape, pairs, backward: As in `Function`.
+    """
 
     def add_function(compute):
-        FUNCTIONS[name] = Function(compute, shape, pairs, backward)
+        FUNCTIONS[name] = Function(compute=compute, shape=shape, pairs=pairs, backward=backward)
         return compute
 
     return add_function
@@ -71,14 +83,26 @@ def call_function(
     numbers: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """What the function of this name computes; gradients reach all floating tensors but the mask."""
+    """Compute a registered function; gradients reach all floating tensors except the mask.
+
+    Args:
+        name: Name of the function.
+        tensors: Query, key and value.
+        named: The other tensors.
+        sizes: Window sizes, bottom first; None: the hierarchy is in the named tensors.
+        numbers: Integers or booleans that the function reads.
+        scale: Factor of the products of queries and keys.
+
+    Returns:
+        The output [B, H, N, dv], and the second tensor of the function.
+
+    Raises:
+        ValueError: The call is exported to ONNX, which has no such operator.
+    """
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-    if (
-        can_read(*tensors)
-        and not torch.is_grad_enabled()
-        and not torch._C._len_torch_dispatch_stack()
-    ):
-        # such as decoding, of which dispatch is a good part; modes, such as FLOP counters, see the operator
+    no_graph = can_read(*tensors) and not torch.is_grad_enabled()
+    # Dispatch takes a good part of a decoding step, so skip it. Dispatch modes such as FLOP counters need the operator.
+    if no_graph and not torch._C._len_torch_dispatch_stack():
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     if torch.onnx.is_in_onnx_export():
         raise ValueError(
@@ -90,13 +114,14 @@ def call_function(
 
 
 def flatten_hierarchy(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
-    """Sizes of windows, and named tensors: what `unflatten_hierarchy` makes the hierarchy of."""
+    """Return window sizes or None, and the named tensors from which `unflatten_hierarchy` makes the hierarchy."""
     if hierarchy.sizes is not None:
         spans = ("starts", hierarchy.starts), ("stops", hierarchy.stops)
         return list(hierarchy.sizes), [(name, t) for name, t in spans if t is not None]
     named = []
     for tree, tokens in zip(hierarchy.trees, hierarchy.tokens):
         named += [
+            # Names of kinds are text, so they travel in the name of a tensor.
             ("parents " + NEXT.join(tree.kind_names), tree.parents),
             ("kinds", tree.kinds),
             ("tokens", tokens),
@@ -105,31 +130,39 @@ def flatten_hierarchy(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
 
 
 def unflatten_hierarchy(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarchy:
-    """The hierarchy again; the same object for the same content, so that its layout is made once."""
-    parts = [
-        (k, t)
-        for k, t in named
-        if k.split(" ")[0] in ("starts", "stops", "parents", "kinds", "tokens")
-    ]
-    content = tuple((key, t.cpu().numpy().tobytes()) for key, t in parts)
-    return _hierarchy_of(content, None if sizes is None else tuple(sizes), length)
+    """Return the hierarchy that `flatten_hierarchy` flattened.
+
+    The same content gives the same object, so that its layout is made once.
+
+    Args:
+        named: Named tensors; those of other purposes are ignored.
+        sizes: Window sizes or None.
+        length: Number of tokens of a row.
+    """
+    parts = [(name, t) for name, t in named if name.split(" ")[0] in HIERARCHY_NAMES]
+    content = tuple((name, t.cpu().numpy().tobytes()) for name, t in parts)
+    return _make_hierarchy(content, None if sizes is None else tuple(sizes), length)
 
 
 @lru_cache(maxsize=16)
-def _hierarchy_of(
+def _make_hierarchy(
     content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...] | None, length: int
 ) -> Hierarchy:
+    """Return a hierarchy from the bytes of its tensors, which can be a key of the cache."""
     parts = [torch.frombuffer(bytearray(data), dtype=torch.long) for _, data in content]
     if sizes is not None:
         spans = dict(zip((name for name, _ in content), parts))
         return Hierarchy(length, sizes=sizes, starts=spans.get("starts"), stops=spans.get("stops"))
-    kinds = (tuple(name.partition(" ")[2].split(NEXT)) for name, _ in content[::3])
-    return Hierarchy(length, tuple(map(Tree, parts[::3], parts[1::3], kinds)), tuple(parts[2::3]))
+    # Each tree has three tensors: parents, kinds, tokens.
+    kind_names = (tuple(name.partition(" ")[2].split(NEXT)) for name, _ in content[::3])
+    trees = tuple(map(Tree, parts[::3], parts[1::3], kind_names))
+    return Hierarchy(length, trees, tuple(parts[2::3]))
 
 
 def _unflatten_call(
     tensors: Sequence[Tensor], names: str
 ) -> tuple[Function, Sequence[Tensor], Named]:
+    """Return the function, query, key and value, and the named tensors of an operator call."""
     function, *keys = names.split(BREAK)
     return FUNCTIONS[function], tensors[:3], list(zip(keys, tensors[3:], strict=True))
 
@@ -142,7 +175,13 @@ def hsa(
     numbers: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The operator: output [B, H, N, dv], and what else the function that `names` begins with computes."""
+    """Run the operator: return the output [B, H, N, dv] and the second tensor of the function.
+
+    Args:
+        tensors: Query, key, value, and the named tensors.
+        names: Name of the function and of the named tensors, joined by `BREAK`.
+        sizes, numbers, scale: As in `call_function`.
+    """
     function, *arguments = _unflatten_call(tensors, names)
     out, second = function.compute(*arguments, sizes, numbers, scale)
     return out.contiguous(), second.contiguous()
@@ -165,16 +204,26 @@ def compute_hsa_gradients(
     numbers: Sequence[int],
     scale: float,
 ) -> list[Tensor]:
-    """Gradients of all tensors that have some, zeros for the others."""
+    """Return the gradients of all tensors, zeros for tensors that have none.
+
+    Args:
+        grads: Gradients of the results.
+        results: Results of `hsa`.
+        tensors, names, sizes, numbers, scale: As in `hsa`.
+    """
     function, features, named = _unflatten_call(tensors, names)
-    with full_precision(grads[0].device):  # backward may be called under autocast
+    # A backward pass may run under autocast, which must not lower the precision here.
+    with full_precision(grads[0].device):
         gradients = None
         if function.backward is not None:
             gradients = function.backward(
                 grads[0], *results, features, named, sizes, numbers, scale
             )
         if gradients is None:
-            gradients = _by_autograd(function, grads, tensors, names, sizes, numbers, scale)
+            gradients = _gradients_by_autograd(
+                function, grads, tensors, names, sizes, numbers, scale
+            )
+    # An operator cannot return None in a list of tensors.
     return [
         torch.zeros_like(t, memory_format=torch.contiguous_format)
         if g is None
@@ -183,9 +232,10 @@ def compute_hsa_gradients(
     ]
 
 
-def _by_autograd(
+def _gradients_by_autograd(
     function: Function, grads, tensors: Sequence[Tensor], names: str, *rest
 ) -> list[Tensor | None]:
+    """Return the gradients of all tensors, None for tensors that need none, by running the function again."""
     keys = [*["feature"] * 3, *names.split(BREAK)[1:]]
     learned = [
         t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)
@@ -205,19 +255,20 @@ def _(grads, results, tensors, *_):
 
 
 def _save_call(ctx, inputs, output):
+    """Keep results and arguments for the backward pass."""
     tensors, *ctx.rest = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
 def _pull_back_gradients(ctx, *grads):
+    """Return the gradients of the arguments of `hsa`."""
     out, second, *tensors = ctx.saved_tensors
     grads = compute_hsa_gradients(
         [g.contiguous() for g in grads], [out, second], tensors, *ctx.rest
     )
     _, sizes, *_ = ctx.rest
-    none = (
-        [] if sizes is not None and not len(sizes) else None
-    )  # an empty list counts as one of tensors
+    # torch takes an empty list of sizes for an empty list of tensors, whose gradient must be a list.
+    none = [] if sizes is not None and not len(sizes) else None
     return grads, None, none, None, None
 
 
@@ -234,7 +285,7 @@ def _count_flops(
     numbers: Sequence[int],
     backward: bool,
 ) -> int:
-    """Of the products: two a logit, in the gradients five."""
+    """Return the FLOPs of all products: two products per logit forward, five backward."""
     function, (query, key, value), named = _unflatten_call(shapes, names)
     width, value_width = query[3], value[3]
     each = 3 * width + 2 * value_width if backward else width + value_width
