@@ -1,11 +1,13 @@
-"""Measure the loss of tying: the KL divergence of tied attention from the softmax that it replaces (docs/hsa.md).
+"""Measure the loss of tying.
 
-A reader learns here how the loss is computed without N² memory.
+The loss is the KL divergence of tied attention from the softmax that it replaces (docs/hsa.md). A
+reader learns here how the loss is computed without N² memory.
 
     loss = Σ_i KL(P_i ‖ softmax(S_i))        over the tokens i of a row, one number per row and head, in nats
 
-For `tying="both"`, P is optimal among all matrices that are constant on sibling blocks, and its loss has a closed form:
-Σ_i log Σ_j exp(S_ij) - N·ρ(root). The first term costs N² time, in blocks of rows.
+For `tying="both"`, P is optimal among all matrices that are constant on sibling blocks, and its
+loss has a closed form: Σ_i log Σ_j exp(S_ij) - N·ρ(root). The first term costs N² time, in blocks
+of rows.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def loss_both(
 ) -> Tensor:
     """Return the loss of `tying="both"`, [B, H], by the closed form.
 
-    Divide by the number of tokens for the mean in nats. Without the diagonal, the softmax has none either, and a row of
-    one token has loss 0. Padding is ignored.
+    Divide by the number of tokens for the mean in nats. Without the diagonal, the softmax has none
+    either, and a row of one token has loss 0. Padding is ignored.
 
     Args:
         query, key, hierarchy, scale, keep_diagonal, position_bias: As in `attend_both_with_root`.
@@ -76,12 +78,13 @@ def loss_key(
     position_bias: Tensor | None = None,
     **rules,
 ) -> Tensor:
-    """Return the loss of `tying="key"`, [B, H], from the attention weights, in blocks of rows.
+    """Return the loss of `tying="key"`, [B, H], from the attention weights.
 
     Args:
         query: [B, H, N, d]. key: [B, Hkv, N, d], of the same tokens.
         hierarchy: Trees over these tokens; tokens in no tree are padding.
-        mask: bool, True = visible, [1 or B, 1 or H, N, N]; needed only if it hides more than padding.
+        mask: bool, True = visible, [1 or B, 1 or H, N, N]; needed only if it hides more than
+            padding.
         rules: `near`, `sinks`, `refine_top_k`, `block_bias` as in `key_tied`.
         scale, is_causal, window, position_bias: As in `key_tied`, where the last is `bias`.
     """

@@ -1,4 +1,4 @@
-"""Configure Hierarchical Self-Attention, and settle its defaults for one attention layer.
+"""Configure Hierarchical Self-Attention.
 
 A reader learns here which options HSA has, and what None means for each kind of tying.
 """
@@ -50,9 +50,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class HsaConfig(MechanismConfig):
-    """Hierarchical Self-Attention (arXiv 2509.15448): attention tied over blocks of a tree over the tokens.
+    """Hierarchical Self-Attention (arXiv 2509.15448).
 
-    Numbers are for all heads, or one for each query head.
+    Attention is tied over blocks of a tree over the tokens. Numbers are for all heads, or one for
+    each query head.
     """
 
     mechanism = "hsa"
@@ -110,7 +111,8 @@ class HsaConfig(MechanismConfig):
         if self.block_bias == math.inf:
             self._refuse("block_bias", "a finite number, or -inf")
         for f in fields(self):
-            # -inf drops closed blocks. It is the only infinite number allowed, and `check_field` knows none.
+            # -inf drops closed blocks. It is the only infinite number allowed, and `check_field`
+            # knows none.
             if f.name != "block_bias" or self.block_bias != -math.inf:
                 check_field("HsaConfig", f.name, getattr(self, f.name), f.metadata)
         object.__setattr__(self, "windows", checked_sizes(self.windows))
@@ -120,7 +122,7 @@ class HsaConfig(MechanismConfig):
             self._refuse("keep_diagonal", "True with tying='key', where a token always sees itself")
 
     def _check_numbers(self, name: str) -> None:
-        """Raise if a number of this field is out of range, or has no meaning for the tying."""
+        """Raise if a number is out of range or has no meaning for the tying."""
         values = getattr(self, name)
         if name == "block_bias":
             is_allowed, kind = _is_bias, "finite numbers or -inf"
@@ -196,7 +198,7 @@ class HsaConfig(MechanismConfig):
 
 
 def _is_count(value) -> bool:
-    """Return whether a value is an integer that `near`, `sinks` and `refine_top_k` allow."""
+    """Return whether `near`, `sinks` and `refine_top_k` allow a value."""
     # bool is a subclass of int.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_INTEGER
 

@@ -1,7 +1,8 @@
-"""Attend to a cache that has evicted keys, in plain torch, if the compiled kernel cannot.
+"""Attend to a cache that has evicted keys, in plain torch.
 
-A reader learns here how the cover of a query follows from its position (docs/hsa.md). Nothing is refined here, so one
-softmax over the kept tokens and means is enough.
+This is the fallback if the compiled kernel cannot compute a call. A reader learns here how the
+cover of a query follows from its position (docs/hsa.md). Nothing is refined here, so one softmax
+over the kept tokens and means is enough.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def attend_evicted(
     tables = zip(levels.keys, levels.values, held, strict=True)
     for level, (key, value, (head, gone)) in enumerate(tables):
         row = torch.arange(key.shape[2], device=like.device)
-        # Rows behind the front stand `gone` places later in the text. Windows start at each row's first real token.
+        # Rows behind the front stand `gone` places later in the text. Windows start at each row's
+        # first real token.
         index = torch.where(row < head, row, row + gone) - (0 if level else starts)
         seen = is_seen(levels.sizes, level, index, place, near, sinks)
         if level:
@@ -69,7 +71,8 @@ def attend_evicted(
         # Leave out columns that no query of any row sees.
         shown = seen.flatten(0, 2).any(0)
         seen = seen[..., shown]
-        # Rows of a table that no query of a batch row sees may hold NaN, which a weight of 0 would pass on.
+        # Rows of a table that no query of a batch row sees may hold NaN, which a weight of 0 would
+        # pass on.
         hidden = ~seen.flatten(1, 2).any(1)[:, None, :, None]
         key, value = (t[:, :, shown].masked_fill(hidden, 0.0) for t in (key, value))
         parts.append((key, value, torch.where(seen, bias, -math.inf)))
@@ -96,9 +99,10 @@ def attend_evicted(
 def is_seen(
     sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor
 ) -> Tensor:
-    """Return bool: whether causal queries attend to blocks of one level, or to tokens (level 0).
+    """Return bool: whether causal queries attend to blocks of one level.
 
-    Windows are continued to the right: what a query sees does not depend on how many tokens follow.
+    The blocks of level 0 are tokens. Windows are continued to the right: what a query sees does not
+    depend on how many tokens follow.
 
     Args:
         sizes: Window sizes, bottom first.

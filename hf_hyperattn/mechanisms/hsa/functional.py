@@ -1,6 +1,7 @@
-"""Offer Hierarchical Self-Attention as a function like `torch.nn.functional.scaled_dot_product_attention`.
+"""Offer Hierarchical Self-Attention as a function.
 
-A reader learns here the arguments of `hierarchical_attention`, and which combinations it refuses.
+Its first arguments are those of `torch.nn.functional.scaled_dot_product_attention`. A reader learns
+here the arguments of `hierarchical_attention`, and which combinations it refuses.
 """
 
 from __future__ import annotations
@@ -41,43 +42,48 @@ def hierarchical_attention(
     block_bias: float | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attend with logits tied over the blocks of a hierarchy (Hierarchical Self-Attention, arXiv 2509.15448).
+    """Attend with logits tied over the blocks of a hierarchy.
 
-    tying="both" is the paper's: one weight for every pair of sibling blocks. Of all such attention it is the closest to
-    full attention (in KL). It takes O(nodes · branching) time. With tying="key", every query sees near tokens one by
+    This is Hierarchical Self-Attention (arXiv 2509.15448). tying="both" is the paper's: one weight
+    for every pair of sibling blocks. Of all such attention it is the closest to full attention (in
+    KL). It takes O(nodes · branching) time. With tying="key", every query sees near tokens one by
     one and distant tokens as blocks, and opens the blocks that matter to it.
 
     Args:
         query: [B, H, N, d], any floating dtype. Arithmetic is float32, float64 for float64 inputs.
         key: [B, H, M, d]; with `enable_gqa` [B, Hkv, M, d], Hkv dividing H.
         value: [B, H or Hkv, M, dv].
-        attn_mask: bool (True = visible) or additive, broadcastable to [B, H, N, M]. With tying="both" it may hide
-            padding only. With tying="key", a mask that hides more than padding (and, with `is_causal`, later tokens)
-            costs O(N · M) time. Windows start at the first real token of a row, and with tying="key" again with every
-            text that the mask packs into the row.
+        attn_mask: bool (True = visible) or additive, broadcastable to [B, H, N, M]. With
+            tying="both" it may hide padding only. With tying="key", a mask that hides more than
+            padding (and, with `is_causal`, later tokens) costs O(N · M) time. Windows start at the
+            first real token of a row, and with tying="key" again with every text that the mask
+            packs into the row.
         dropout_p: Probability that a weight is dropped, in [0, 1); 0 with tying="both".
         is_causal: Query i sees keys j <= i; only with tying="key".
         scale: Factor of q·k; None: 1/sqrt(d).
         enable_gqa: Allow fewer heads of keys and values than of queries.
-        hierarchy: Trees over the M keys: a `Hierarchy`, group ids [B, M, levels], or window sizes, bottom first.
+        hierarchy: Trees over the M keys: a `Hierarchy`, group ids [B, M, levels], or window sizes,
+            bottom first.
         tying: "both" or "key".
         keep_diagonal: both: whether a token attends to itself; the paper's own setting is False.
-        near: key: blocks less than this number of tokens from the query's bottom window are opened. An integer, or one
-            per query head, as the next two.
+        near: key: blocks less than this number of tokens from the query's bottom window are opened.
+            An integer, or one per query head, as the next two.
         sinks: key: blocks that hold one of this number of first tokens are opened.
-        refine_top_k: key: number of further blocks opened on each level, from the top down. The blocks with the largest
-            logit of their mean key plus the logarithm of their size are opened.
-        block_bias: key: added to the logit of closed blocks, a number or a tensor [H]; -inf drops them; None: 0.
-        backend: "auto"; with tying="key" also "native" (a compiled kernel for CPU) and "torch" (any device, tree or
-            mask).
+        refine_top_k: key: number of further blocks opened on each level, from the top down. The
+            blocks with the largest logit of their mean key plus the logarithm of their size are
+            opened.
+        block_bias: key: added to the logit of closed blocks, a number or a tensor [H]; -inf drops
+            them; None: 0.
+        backend: "auto"; with tying="key" also "native" (a compiled kernel for CPU) and "torch" (any
+            device, tree or mask).
 
     Returns:
-        [B, H, N, dv] in the query's dtype. A query that sees no key gives 0. So does a query at a place that the mask
-        hides from all queries.
+        [B, H, N, dv] in the query's dtype. A query that sees no key gives 0. So does a query at a
+        place that the mask hides from all queries.
 
     Raises:
-        ValueError: An argument out of range or without meaning for the tying, or packed texts with fewer queries than
-            keys. The message says what is allowed.
+        ValueError: An argument out of range or without meaning for the tying, or packed texts with
+            fewer queries than keys. The message says what is allowed.
     """
     flags = dict(is_causal=is_causal, keep_diagonal=keep_diagonal)
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
@@ -166,7 +172,10 @@ def checked_hierarchy(hierarchy) -> Hierarchy | Tensor | tuple[int, ...]:
 
 
 def check_heads(block_bias: Tensor, heads: int) -> None:
-    """Raise if a block bias has another shape than one number or [heads], or holds NaN or infinity."""
+    """Raise if a block bias has a wrong shape, or holds NaN or infinity.
+
+    Allowed shapes are one number and [heads].
+    """
     if block_bias.numel() != 1 and block_bias.shape != (heads,):
         raise ValueError(
             f"block_bias has shape {tuple(block_bias.shape)}; allowed: one number, or one per query head, ({heads},)"

@@ -19,18 +19,20 @@ from .config import HsaConfig, Rule
 from .request import Request, attend_hierarchically
 from .tree.key import weighted_sum
 
-# Longer than any sequence. With this as `near`, a head opens every block, so its attention is exact.
+# Longer than any sequence. With this as `near`, a head opens every block, so its attention is
+# exact.
 EVERYTHING = 2**31
 
 
 class HsaLayer(SelectionLayer):
     """Attend to tokens and blocks of a hierarchy.
 
-    Learned parameters, one number per query head, all zero at first: `gate` (blend only), and with tying="key"
-    `block_bias`, which is added to the configured one.
+    Learned parameters, one number per query head, all zero at first: `gate` (blend only), and with
+    tying="key" `block_bias`, which is added to the configured one.
 
     Raises:
-        ValueError: tying="both" in a causal layer, numbers for another count of heads, or a layer with a softcap.
+        ValueError: tying="both" in a causal layer, numbers for another count of heads, or a layer
+            with a softcap.
     """
 
     counts_keys = True
@@ -91,7 +93,8 @@ class HsaLayer(SelectionLayer):
             )
         n, m = call.query.shape[2], call.key.shape[2]
         if self.grows and not call.is_causal and options.mask is None and n > 1:
-            # In a prefix LM only a mask says what a query sees. Without one, every query sees every key.
+            # In a prefix LM only a mask says what a query sees. Without one, every query sees every
+            # key.
             options = replace(options, mask=call.query.new_ones(1, 1, n, m, dtype=torch.bool))
         learned = parameters["block_bias"]
         if learned is not None:
@@ -133,7 +136,9 @@ class HsaLayer(SelectionLayer):
 def make_differentiable(
     out: Tensor, shares: Tensor | None, value: Tensor, options: Options
 ) -> Result:
-    """Return the output as weights times values, so that a loss has a gradient by the weights.
+    """Return the output as weights times values.
+
+    A loss of the output then has a gradient by the weights.
 
     Args:
         out: [B, H, N, dv].

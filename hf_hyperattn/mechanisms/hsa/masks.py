@@ -1,4 +1,4 @@
-"""Fit a hierarchy to the keys of one HSA call: its length, padding, packed texts and dropped tokens.
+"""Fit a hierarchy to the keys of one HSA call.
 
 A reader learns here how masks change the trees over which attention is tied.
 """
@@ -28,7 +28,8 @@ def hierarchy_for(
     Args:
         hierarchy: A `Hierarchy`, group ids, or window sizes.
         batch: Number of rows.
-        keys: Number of keys. In causal attention, trees may be longer than this (see `cut_hierarchy`).
+        keys: Number of keys. In causal attention, trees may be longer than this (see
+            `cut_hierarchy`).
         is_causal: Whether attention is causal.
     """
     if isinstance(hierarchy, tuple):
@@ -78,8 +79,8 @@ def restrict_to_real(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False
     Args:
         hierarchy: Trees over the tokens, and perhaps over tokens to come.
         real: bool [B, keys].
-        is_causal: Whether attention is causal. A row may then hold padding only so far, for example in the first chunk
-            of a left-padded prompt.
+        is_causal: Whether attention is causal. A row may then hold padding only so far, for example
+            in the first chunk of a left-padded prompt.
     """
     plain = hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None
     restrict = _restrict_windows if plain else _restrict_trees
@@ -97,7 +98,8 @@ def _restrict_windows(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hi
         made = replace(made, starts=made.starts.where(there[:, 0], hierarchy.length))
     if made.is_windows or not is_causal:
         return made
-    # Padding lies between real tokens. Causal windows must be complete, so continue each row's windows to the right.
+    # Padding lies between real tokens. Causal windows must be complete, so continue each row's
+    # windows to the right.
     sizes = leave_out_whole_windows(hierarchy.sizes or (), max(map(len, made.tokens)))
     rows = [windows_over(tokens, sizes, hierarchy.length, True) for tokens in made.tokens]
     parts: Any = zip(*rows)
@@ -122,8 +124,8 @@ def lay_windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> 
     Args:
         hierarchy: Windows over the tokens of a call.
         texts: Texts of its rows.
-        is_causal: Whether attention is causal. The windows of every text are then continued until all are complete,
-            see `trees_of`.
+        is_causal: Whether attention is causal. The windows of every text are then continued until
+            all are complete, see `trees_of`.
     """
     number, place, length = texts.number.cpu(), texts.place.cpu(), hierarchy.length
     sizes = leave_out_whole_windows(hierarchy.sizes or (), int(place.max()) + 1)
@@ -135,7 +137,8 @@ def lay_windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> 
     trees, tokens = [], []
     for row in number:
         of_texts = [(row == text).nonzero()[:, 0] for text in range(int(row.max()) + 1)]
-        # A causal query sees no other text, so complete windows of all texts can stand in one line of leaves.
+        # A causal query sees no other text, so complete windows of all texts can stand in one line
+        # of leaves.
         leaves = torch.cat([windows_over(text, sizes, length, True)[1] for text in of_texts])
         trees.append(windows_tree(len(leaves), sizes))
         tokens.append(leaves)
@@ -145,9 +148,10 @@ def lay_windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> 
 def drop_first_tokens(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:
     """Return causal trees without the tokens that a cache has dropped.
 
-    Leaves of dropped tokens stay, and no query sees them. Every block keeps its place, and a block that loses some of
-    its tokens is not wholly visible. Whole windows of the top level are left out, so that the cost does not grow with
-    the number of dropped tokens. Windows are continued to the right.
+    Leaves of dropped tokens stay, and no query sees them. Every block keeps its place, and a block
+    that loses some of its tokens is not wholly visible. Whole windows of the top level are left
+    out, so that the cost does not grow with the number of dropped tokens. Windows are continued to
+    the right.
 
     Args:
         hierarchy: Trees over the rows from their beginnings.
@@ -155,7 +159,8 @@ def drop_first_tokens(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hie
         sinks: Largest `sinks` of all heads.
 
     Returns:
-        The hierarchy over the remaining keys, and whether the windows that were left out hold the sinks.
+        The hierarchy over the remaining keys, and whether the windows that were left out hold the
+        sinks.
     """
     skipped = False
     if hierarchy.is_windows:

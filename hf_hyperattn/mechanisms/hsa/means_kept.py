@@ -1,9 +1,11 @@
-"""Keep the means of windows in a cache, each computed once, so that decoding can read them.
+"""Keep the means of windows in a cache, each computed once.
 
-A reader learns here how means grow with the cache, and which tokens and means an evicting cache can forget.
+A reader learns here how means grow with the cache, and which tokens and means an evicting cache can
+forget.
 
-A generated token completes one window in w_1, and one in w_2/w_1 of these completes a window of the next level. Keeping
-all means up to date therefore costs O(1) per token, and no tensor is copied as a whole.
+A generated token completes one window in w_1, and one in w_2/w_1 of these completes a window of the
+next level. Keeping all means up to date therefore costs O(1) per token, and no tensor is copied as
+a whole.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from .windowed.means import Levels
 
 
 class WindowMeans(KeptWithKeys):
-    """Hold the means of the keys and values of a cache over complete windows of every level.
+    """Hold the means of cached keys and values over complete windows.
 
-    The cache holds this object, so this object does not refer to the cache. Python then frees both at once.
+    The cache holds this object, so this object does not refer to the cache. Python then frees both
+    at once.
 
     Args:
         cache: Cache of the tokens.
@@ -39,7 +42,8 @@ class WindowMeans(KeptWithKeys):
             (GrowingTensor(key_room, dtype), GrowingTensor(value_room, dtype)) for _ in sizes
         ]
         self.blocks = [Blocks(list(self.first), size) for size in sizes]
-        #: Views of all means, None after a change: making them for every token would slow down decoding.
+        #: Views of all means, None after a change: making them for every token would slow down
+        #: decoding.
         self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def has_evicted(self, cache: LayerCache) -> bool:
@@ -47,8 +51,12 @@ class WindowMeans(KeptWithKeys):
         return any(t.gone for pair in (cache.tokens, *self.means) for t in pair)
 
     def complete_levels(self, cache: LayerCache) -> Levels:
-        """Return the tokens, in the dtype of the cache, and the means of all complete windows."""
-        # Windows of all levels end where a window of the lowest level ends, so only that level is checked.
+        """Return the tokens and the means of all complete windows.
+
+        Tokens have the dtype of the cache.
+        """
+        # Windows of all levels end where a window of the lowest level ends, so only that level is
+        # checked.
         if self.blocks and self.blocks[0].complete(cache.length) != self.blocks[0].counts:
             below, width = cache.tokens, 1
             for level, size in enumerate(self.sizes):
@@ -91,23 +99,26 @@ class WindowMeans(KeptWithKeys):
             for row, (done, count, start) in enumerate(zip(before, counts, first, strict=True)):
                 if count <= done:
                     continue
-                # A tensor without its evicted rows is shorter: places move to the front by their number.
+                # A tensor without its evicted rows is shorter: places move to the front by their
+                # number.
                 inside = slice(start + done * branching - gone, start + count * branching - gone)
                 new = parts.room[row, :, inside].unflatten(1, (count - done, branching))
                 new = new.to(mean.room.dtype).mean(2)
                 mean.room[row, :, done - mean.gone : count - mean.gone] = new
 
     def before_append(self, cache: LayerCache) -> None:
-        """Evict the rows that no query sees from here on, nor from `TAKEN_BACK` tokens before.
+        """Evict the rows that no later query sees.
 
-        Below the top level, a query sees only children of open blocks. These are a range around the query and, at the
-        front, the blocks that hold one of the first tokens.
+        The last `TAKEN_BACK` tokens may be removed again, so queries from there on count as later.
+        Below the top level, a query sees only children of open blocks. These are a range around the
+        query and, at the front, the blocks that hold one of the first tokens.
         """
         keep, starts = cache.keep, self.first
         if not isinstance(keep, KeepWindows):
             return
         safe = cache.length - TAKEN_BACK
-        # Only a new bottom window changes the open blocks. Before the latest row starts, nothing can be evicted.
+        # Only a new bottom window changes the open blocks. Before the latest row starts, nothing
+        # can be evicted.
         if safe <= max(starts) or safe < cache.shortest + self.sizes[0]:
             return
         cache.shortest, self.shown = max(cache.shortest, safe), None

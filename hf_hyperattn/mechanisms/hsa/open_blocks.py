@@ -1,10 +1,12 @@
-"""Decide by position which blocks of a hierarchy are open to a query (arXiv 2509.15448; docs/hsa.md).
+"""Decide by position which blocks of a hierarchy are open to a query.
 
-A reader learns here the rule of `near` and `sinks`, shared by trees, exported programs, evicting caches, pair counts and
-sparse rules of nested windows.
+The rule is from arXiv 2509.15448; see docs/hsa.md. A reader learns here the rule of `near` and
+`sinks`, shared by trees, exported programs, evicting caches, pair counts and sparse rules of nested
+windows.
 
-The definition in `reference.py` does not use this module, so that tests can compare the two. The compiled kernel
-computes the same in `find_standing` (engines/cpu/listed/windows.h), as ranges of windows.
+The definition in `reference.py` does not use this module, so that tests can compare the two. The
+compiled kernel computes the same in `find_standing` (engines/cpu/listed/windows.h), as ranges of
+windows.
 """
 
 from __future__ import annotations
@@ -15,20 +17,25 @@ from typing import Any
 def is_open(first: Any, left: Any, right: Any, near: Any, sinks: Any) -> Any:
     """Return whether blocks are open to a query by their position.
 
-    A block is open if it holds a first token, is near the query's own window, or shares a token with it. A block that is partly hidden from the query is open, too. The caller must add this rule. All arguments are
-    integers, arrays or tensors that broadcast; the result is of the same kind.
+    A block is open if it holds a first token, is near the query's own window, or shares a token
+    with it. A block that is partly hidden from the query is open, too. The caller must add this
+    rule. All arguments are integers, arrays or tensors that broadcast; the result is of the same
+    kind.
 
     Args:
         first: Number of the first token of each block.
-        left: Distance from the block's last token to the first token of the query's own window; less than 1 if the
-            window begins in the block or before it.
-        right: Distance from the window's last token to the block's first token; less than 1 likewise.
+        left: Distance from the block's last token to the first token of the query's own window;
+            less than 1 if the window begins in the block or before it.
+        right: Distance from the window's last token to the block's first token; less than 1
+            likewise.
         near: A block is open if its distance is less than this number of tokens.
         sinks: Number of first tokens of the text that open the blocks that hold them.
     """
-    # A block lies on one side of the window. The distance on the other side is negative and always passes.
+    # A block lies on one side of the window. The distance on the other side is negative and always
+    # passes.
     is_within = lambda limit: (left < limit) & (right < limit)
-    # With near=0, blocks that share a token with the window must still be open: their distances are below 1.
+    # With near=0, blocks that share a token with the window must still be open: their distances are
+    # below 1.
     return (first < sinks) | is_within(near) | is_within(1)
 
 

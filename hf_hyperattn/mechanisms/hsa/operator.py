@@ -1,12 +1,14 @@
-"""Wrap HSA calls as one custom operator with its gradient, for `torch.compile` and for export.
+"""Wrap HSA calls as one custom operator with its gradient.
 
-A reader learns here how masks and trees are hidden from the compiler, and how a call becomes tensors, integers and text.
+`torch.compile` and export need it. A reader learns here how masks and trees are hidden from the
+compiler, and how a call becomes tensors, integers and text.
 
-A mask decides which tree is used, and a tree decides the shapes of all steps, so the compiler can trace neither. Inside
-the operator, the call runs as it does without a compiler. The backward pass computes the call again with autograd; over
-windows the kernel has a backward pass of its own.
-The arguments of an operator are tensors, numbers and text. Every tensor except query, key and value therefore has a
-name. A hierarchy is passed as sizes and spans of windows, or as parents, kinds and tokens of trees.
+A mask decides which tree is used, and a tree decides the shapes of all steps, so the compiler can
+trace neither. Inside the operator, the call runs as it does without a compiler. The backward pass
+computes the call again with autograd; over windows the kernel has a backward pass of its own. The
+arguments of an operator are tensors, numbers and text. Every tensor except query, key and value
+therefore has a name. A hierarchy is passed as sizes and spans of windows, or as parents, kinds and
+tokens of trees.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
 from ...readable import can_read
 
-# Separators of the names of tensors, and of the kinds of families in one name. No name contains these characters.
+# Separators of the names of tensors, and of the kinds of families in one name. No name contains
+# these characters.
 BREAK, NEXT = "\x1f", "\x1e"
 
 #: Names of tensors that make a hierarchy, before the first space of a name.
@@ -39,14 +42,14 @@ class Function(NamedTuple):
     """Hold one function that the operator can compute.
 
     Args:
-        compute: Takes (query, key and value; named tensors; sizes; numbers; scale). Returns the output and a second
-            tensor.
+        compute: Takes (query, key and value; named tensors; sizes; numbers; scale). Returns the
+            output and a second tensor.
         shape: Takes (query, key, numbers). Returns the shape of the second tensor.
-        pairs: Returns the number of logits of all heads of a row, for FLOP counters. Takes the shapes of query and key,
-            the shapes of the named tensors by name, sizes and numbers.
-        backward: Takes the gradient of the output, both results, and the arguments of `compute`. Returns the gradients
-            of all tensors, or None for a tensor without. If it is None or returns None, autograd computes the function
-            again.
+        pairs: Returns the number of logits of all heads of a row, for FLOP counters. Takes the
+            shapes of query and key, the shapes of the named tensors by name, sizes and numbers.
+        backward: Takes the gradient of the output, both results, and the arguments of `compute`.
+            Returns the gradients of all tensors, or None for a tensor without. If it is None or
+            returns None, autograd computes the function again.
     """
 
     compute: Callable
@@ -83,7 +86,9 @@ def call_function(
     numbers: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a registered function; gradients reach all floating tensors except the mask.
+    """Compute a registered function.
+
+    Gradients reach all floating tensors except the mask.
 
     Args:
         name: Name of the function.
@@ -101,7 +106,8 @@ def call_function(
     """
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
     no_graph = can_read(*tensors) and not torch.is_grad_enabled()
-    # Dispatch takes a good part of a decoding step, so skip it. Dispatch modes such as FLOP counters need the operator.
+    # Dispatch takes a good part of a decoding step, so skip it. Dispatch modes such as FLOP
+    # counters need the operator.
     if no_graph and not torch._C._len_torch_dispatch_stack():
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     if torch.onnx.is_in_onnx_export():
@@ -114,7 +120,10 @@ def call_function(
 
 
 def flatten_hierarchy(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
-    """Return window sizes or None, and the named tensors from which `unflatten_hierarchy` makes the hierarchy."""
+    """Return window sizes or None, and the named tensors of a hierarchy.
+
+    `unflatten_hierarchy` makes the hierarchy again.
+    """
     if hierarchy.sizes is not None:
         spans = ("starts", hierarchy.starts), ("stops", hierarchy.stops)
         return list(hierarchy.sizes), [(name, t) for name, t in spans if t is not None]
@@ -148,7 +157,10 @@ def unflatten_hierarchy(named: Named, sizes: Sequence[int] | None, length: int) 
 def _make_hierarchy(
     content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...] | None, length: int
 ) -> Hierarchy:
-    """Return a hierarchy from the bytes of its tensors, which can be a key of the cache."""
+    """Return a hierarchy from the bytes of its tensors.
+
+    Bytes can be a key of the cache; tensors cannot.
+    """
     parts = [torch.frombuffer(bytearray(data), dtype=torch.long) for _, data in content]
     if sizes is not None:
         spans = dict(zip((name for name, _ in content), parts))
@@ -162,7 +174,7 @@ def _make_hierarchy(
 def _unflatten_call(
     tensors: Sequence[Tensor], names: str
 ) -> tuple[Function, Sequence[Tensor], Named]:
-    """Return the function, query, key and value, and the named tensors of an operator call."""
+    """Return the function, the features and the named tensors of a call."""
     function, *keys = names.split(BREAK)
     return FUNCTIONS[function], tensors[:3], list(zip(keys, tensors[3:], strict=True))
 
@@ -175,7 +187,9 @@ def hsa(
     numbers: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the operator: return the output [B, H, N, dv] and the second tensor of the function.
+    """Run the operator.
+
+    It returns the output [B, H, N, dv] and the second tensor of the function.
 
     Args:
         tensors: Query, key, value, and the named tensors.
@@ -235,7 +249,10 @@ def compute_hsa_gradients(
 def _gradients_by_autograd(
     function: Function, grads, tensors: Sequence[Tensor], names: str, *rest
 ) -> list[Tensor | None]:
-    """Return the gradients of all tensors, None for tensors that need none, by running the function again."""
+    """Return the gradients of all tensors by running the function again.
+
+    Tensors that need no gradient have None.
+    """
     keys = [*["feature"] * 3, *names.split(BREAK)[1:]]
     learned = [
         t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)
@@ -267,7 +284,8 @@ def _pull_back_gradients(ctx, *grads):
         [g.contiguous() for g in grads], [out, second], tensors, *ctx.rest
     )
     _, sizes, *_ = ctx.rest
-    # torch takes an empty list of sizes for an empty list of tensors, whose gradient must be a list.
+    # torch takes an empty list of sizes for an empty list of tensors, whose gradient must be a
+    # list.
     none = [] if sizes is not None and not len(sizes) else None
     return grads, None, none, None, None
 
@@ -285,7 +303,10 @@ def _count_flops(
     numbers: Sequence[int],
     backward: bool,
 ) -> int:
-    """Return the FLOPs of all products: two products per logit forward, five backward."""
+    """Return the FLOPs of all products.
+
+    Each logit needs two products forward and five backward.
+    """
     function, (query, key, value), named = _unflatten_call(shapes, names)
     width, value_width = query[3], value[3]
     each = 3 * width + 2 * value_width if backward else width + value_width

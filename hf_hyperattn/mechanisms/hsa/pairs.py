@@ -1,4 +1,4 @@
-"""Count the logits that tied attention over windows computes, without computing any.
+"""Count the logits of tied attention over windows.
 
 A reader learns here how near, sinks, refinement and window sizes determine the cost of HSA.
 """
@@ -25,28 +25,32 @@ def count_pairs(
     dropped: bool = False,
     compared: bool = True,
 ) -> int:
-    """Return the number of logits of one head over all queries: tokens, closed blocks and refinement candidates.
+    """Return the number of logits of one head over all queries.
 
-    Ordinary attention has length² logits, or length · (length + 1) / 2 if causal.
+    These are logits of tokens, of closed blocks and of refinement candidates. Ordinary attention
+    has length² logits, or length · (length + 1) / 2 if causal.
 
     Args:
         length: Number of tokens of the text.
         sizes: Window sizes, bottom first, each dividing the next.
         near, sinks, top_k: As in `HsaConfig`; `top_k` is `refine_top_k`.
         is_causal: Whether attention is causal.
-        dropped: Whether closed blocks are dropped (block_bias -inf). Without refinement, their logits are not needed.
-        compared: If False, leave out blocks that refinement opens, because logits of their children replace theirs. The
-            result is then the number of logits in the softmax.
+        dropped: Whether closed blocks are dropped (block_bias -inf). Without refinement, their
+            logits are not needed.
+        compared: If False, leave out blocks that refinement opens, because logits of their children
+            replace theirs. The result is then the number of logits in the softmax.
     """
     if not sizes or near >= length:
         return length * (length + 1) // 2 if is_causal else length**2
     bottom = sizes[0]
     looked = top_k > 0 or not dropped
-    # All queries of a bottom window have the same cover, so count once for each window: `rows` is its queries.
+    # All queries of a bottom window have the same cover, so count once for each window: `rows` is
+    # its queries.
     first = np.arange(0, length, bottom)[:, None]
     rows = np.minimum(length - first[:, 0], bottom)
 
-    # From the top level down. `laid` counts the children of blocks that refinement opened on the level above.
+    # From the top level down. `laid` counts the children of blocks that refinement opened on the
+    # level above.
     total = np.zeros_like(rows)
     laid = np.zeros_like(rows)
     open_above = np.ones((len(first), 1), bool)
@@ -92,13 +96,16 @@ def count_query_pairs(
     """
     count = lambda length: count_pairs(length, tuple(sizes), near, sinks, top_k, is_causal)
     if is_causal:
-        # Windows are continued to the right, so earlier queries have the same logits without the last ones.
+        # Windows are continued to the right, so earlier queries have the same logits without the
+        # last ones.
         return count(keys) - count(keys - queries)
     return count(keys) * queries / keys
 
 
 def count_sibling_pairs(length: int, sizes: Sequence[int]) -> float:
-    """Return the number of logits of tying="both" over windows: one for each pair of siblings.
+    """Return the number of logits of tying="both" over windows.
+
+    Each pair of siblings has one logit.
 
     Args:
         length: Number of tokens.

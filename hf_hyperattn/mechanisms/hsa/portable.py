@@ -1,10 +1,12 @@
-"""Compute HSA over windows with plain operators only, for exported programs: any batch, length and padding.
+"""Compute HSA over windows with plain operators only.
 
-A reader learns here how a tree is expressed by matrices over pairs of tokens, with O(N · M) memory.
+Exported programs need this for any batch, length and padding. A reader learns here how a tree is
+expressed by matrices over pairs of tokens, with O(N · M) memory.
 
-A tree cannot be built during export, because it depends on the padding. Instead, each number of a block is stored at
-each of its tokens. "The tokens of the same block" is a matrix, and a mean over a block is a product with it. A sum over
-the tokens of other blocks counts each block once per token, as the formulas of `reference` do.
+A tree cannot be built during export, because it depends on the padding. Instead, each number of a
+block is stored at each of its tokens. "The tokens of the same block" is a matrix, and a mean over a
+block is a product with it. A sum over the tokens of other blocks counts each block once per token,
+as the formulas of `reference` do.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def supports_call(query: Tensor, key: Tensor, options: Options, request: Any) ->
             options.dropout_p,
         )
         return whole and plain_mask and not any(rest)
-    # Without causality, the last window of a level may be its only child, which refinement must not count twice.
+    # Without causality, the last window of a level may be its only child, which refinement must not
+    # count twice.
     refines = any(_top_k_tuple(rule))
     return whole and plain_mask and (request.is_causal or not refines)
 
@@ -61,8 +64,9 @@ def attend_densely(
 ) -> tuple[Tensor, Tensor]:
     """Compute `request.attend_tied` for a call that `supports_call` allows.
 
-    Tokens that the mask hides from every query are padding. With tying="both", a mask that hides more raises
-    RuntimeError in the exported program. ONNX and ExecuTorch have no such error; there, rows of this mask are NaN.
+    Tokens that the mask hides from every query are padding. With tying="both", a mask that hides
+    more raises RuntimeError in the exported program. ONNX and ExecuTorch have no such error; there,
+    rows of this mask are NaN.
 
     Returns:
         The output [B, H, N, dv], and the weights [B, H, N, M].
@@ -95,7 +99,8 @@ def attend_densely(
     visible = visible if by_position is None else visible & by_position
     count = real.sum(1, keepdim=True)
     if options.mask is not None:
-        # The mask may pack several texts into a row. Then windows and sinks count from the start of each text.
+        # The mask may pack several texts into a row. Then windows and sinks count from the start of
+        # each text.
         same_text = in_same_text(visible.any(1), place, request.chunk) & pairs
         earlier = torch.ones(n, n, dtype=torch.bool, device=query.device).tril(-1)
         place = (same_text & earlier).sum(-1).masked_fill(~real, -1)
@@ -108,7 +113,7 @@ def attend_densely(
 
 
 def _same_windows(place: Tensor, pairs: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """Return for each window size bool [B, N, N]: which tokens are in the same window.
+    """Return which tokens are in the same window, bool [B, N, N] for each size.
 
     Args:
         place: int64 [B, N], the number of each token in its row or text.
@@ -119,7 +124,9 @@ def _same_windows(place: Tensor, pairs: Tensor, sizes: tuple[int, ...]) -> list[
 
 
 def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:
-    """Return bool [B, N, N]: which tokens are in the same text, by the rule of `Reading.texts`.
+    """Return bool [B, N, N]: which tokens are in the same text.
+
+    The rule is the one of `Reading.texts`.
 
     Args:
         visible: bool [B, N, N], which real tokens see each other.
@@ -139,7 +146,9 @@ def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:
 
 
 def make_averaging(same: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [B, 1, N, N] that averages numbers of tokens over their blocks, 0 for padding.
+    """Return the matrix [B, 1, N, N] that averages tokens over their blocks.
+
+    It is 0 for padding.
 
     Args:
         same: bool [B, N, N], the tokens of the same block.
@@ -203,7 +212,8 @@ def key_logits(
 ) -> Tensor:
     """Return S' of tying="key", [B, H, N, N].
 
-    S' is the score, and for tokens of a closed block the mean of the block's scores plus the block bias.
+    S' is the score, and for tokens of a closed block the mean of the block's scores plus the block
+    bias.
 
     Args:
         query, key, bias: As in `both_weights`.
@@ -225,8 +235,8 @@ def key_logits(
         return start, torch.minimum(start + size, count) - 1
 
     own_start, own_stop = (t[:, None, :, None] for t in window_ends(bottom))
-    # From the top down: pairs whose blocks are open by their place, and pairs whose closed block lies in a block that
-    # refinement has opened.
+    # From the top down: pairs whose blocks are open by their place, and pairs whose closed block
+    # lies in a block that refinement has opened.
     opened, freed = torch.ones_like(visible), torch.zeros_like(visible)
     top_k = _top_k_tuple(rule)
     for size, same in reversed(levels):
@@ -236,7 +246,8 @@ def key_logits(
         mean = query @ (means @ key).mT
         mean = mean if bias is None else mean + bias @ means.mT
         seen = visible.to(query.dtype) @ same.to(query.dtype)[:, None]
-        # Open: the query's own block, a partly hidden block, and a block of one token, which is that token.
+        # Open: the query's own block, a partly hidden block, and a block of one token, which is
+        # that token.
         open_here = same[:, None] | (seen < tokens) | (tokens < 2)
         open_here = open_here | is_open(start, own_start - stop, start - own_stop, near, sinks)
         closed = ((opened & ~open_here) | freed) & visible
@@ -251,7 +262,9 @@ def key_logits(
 def select_best(
     closed: Tensor, score: Tensor, same: Tensor, first: Tensor, top_k: tuple[int, ...]
 ) -> Tensor:
-    """Return bool [B, H, N, N]: whether a token's block is one of the `top_k` closed blocks with the largest scores.
+    """Return bool [B, H, N, N]: whether refinement opens a token's block.
+
+    It opens the `top_k` closed blocks with the largest scores.
 
     Args:
         closed: bool [B, 1 or H, N, N], whether the token's block is closed.
@@ -262,13 +275,15 @@ def select_best(
     """
     n = closed.shape[-1]
     most = min(max(top_k), n)  # No more blocks than tokens.
-    # Each block competes once, by its first token. Padding makes room for `topk` in rows with fewer candidates.
+    # Each block competes once, by its first token. Padding makes room for `topk` in rows with fewer
+    # candidates.
     score = score.masked_fill(~(closed & first), -INF)
     score = torch.nn.functional.pad(score, (0, most), value=-INF)
     limit = torch.tensor(top_k, device=score.device).reshape(-1, 1, 1)
     rank = torch.arange(most, device=score.device) < limit
     best = rank.to(score.dtype).expand_as(score[..., :most])
     chosen = torch.zeros_like(score).scatter(-1, score.topk(most).indices, best)[..., :n]
-    # A token is chosen if the first token of its block is. `closed` may have one axis entry for all heads: use `chosen`.
+    # A token is chosen if the first token of its block is. `closed` may have one axis entry for all
+    # heads: use `chosen`.
     leader = same.int().argmax(-1)[:, None, None, :]
     return chosen.gather(-1, leader.expand_as(chosen)) > 0

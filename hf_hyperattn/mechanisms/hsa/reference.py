@@ -1,11 +1,12 @@
-"""Define Hierarchical Self-Attention (arXiv 2509.15448; math in docs/hsa.md), dense and in float64.
+"""Define Hierarchical Self-Attention, dense and in float64.
 
-A reader learns here the exact meaning of both tyings. The loops over nodes and queries follow the formulas, and are
-meant for reading and for short sequences.
+The paper is arXiv 2509.15448; docs/hsa.md has the math. A reader learns here the exact meaning of
+both tyings. The loops over nodes and queries follow the formulas, and are meant for reading and for
+short sequences.
 
-The leaves of a rooted tree are the tokens; |A| is the number of leaves under node A. For tokens i and j, A and B are
-the children of their lowest common ancestor that hold i and j. S are the model's logits, S̄_BC their mean over i in B
-and j in C.
+The leaves of a rooted tree are the tokens; |A| is the number of leaves under node A. For tokens i
+and j, A and B are the children of their lowest common ancestor that hold i and j. S are the model's
+logits, S̄_BC their mean over i in B and j in C.
 
 `tying="both"`: attention is one number for every pair of siblings.
 
@@ -34,10 +35,14 @@ INF = float("inf")
 
 
 def list_kin(tree: Tree) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the children of every node, in the order of their first leaf, and its leaves in token order."""
+    """Return the children and the leaves of every node.
+
+    Children are in the order of their first leaf, leaves in token order.
+    """
     parents = tree.parents.tolist()
     leaves = [[i] if i < tree.leaves else [] for i in range(len(parents))]
-    # A child has a lower number than its parent, so its leaves are complete when they are passed on.
+    # A child has a lower number than its parent, so its leaves are complete when they are passed
+    # on.
     for node, parent in enumerate(parents[:-1]):
         leaves[parent] = sorted(leaves[parent] + leaves[node])
     children = [
@@ -56,10 +61,12 @@ def definition_both(
         logits: S, [..., N, N], N the number of leaves; row and column i belong to leaf i.
         tree: Tree over the N tokens.
         keep_diagonal: Whether a token attends to itself; False is the paper's own setting.
-        embedding: e, [..., nodes, w]; S̄_BC + e_B·e_C replaces S̄_BC for siblings B and C. None: no embeddings.
+        embedding: e, [..., nodes, w]; S̄_BC + e_B·e_C replaces S̄_BC for siblings B and C. None: no
+            embeddings.
 
     Returns:
-        P, float64 [..., N, N], and ρ(root), float64 [...]. For a tree of one leaf without its diagonal, P is 0.
+        P, float64 [..., N, N], and ρ(root), float64 [...]. For a tree of one leaf without its
+        diagonal, P is 0.
     """
     S = logits.double()
     children, leaves = list_kin(tree)
@@ -112,18 +119,20 @@ def definition_key(
     is_causal: bool = False,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """Return attention weights with tied keys: a softmax over the tokens and closed blocks of `find_cover`.
+    """Return attention weights with tied keys.
 
-    S'_ij is the mean of S_ij' over the j' of the closed block that holds j, plus the block bias. If j is in no closed
-    block, S'_ij = S_ij. P = softmax(S').
+    They are a softmax over the tokens and closed blocks of `find_cover`. S'_ij is the mean of S_ij'
+    over the j' of the closed block that holds j, plus the block bias. If j is in no closed block,
+    S'_ij = S_ij. P = softmax(S').
 
     Args:
         logits: S, [batch, heads, N, N] (or [heads, N, N], or [N, N]), N the number of leaves.
         tree: Tree over the N tokens.
-        near, sinks, refine_top_k, block_bias: Settings of `find_cover`; one value, or one per head. A bias of -inf
-            drops the closed blocks.
+        near, sinks, refine_top_k, block_bias: Settings of `find_cover`; one value, or one per head.
+            A bias of -inf drops the closed blocks.
         is_causal: Query i sees tokens 0 ... i.
-        visible: bool, broadcastable to the logits: further restricts the tokens that a query sees. None: no limit.
+        visible: bool, broadcastable to the logits: further restricts the tokens that a query sees.
+            None: no limit.
 
     Returns:
         P, float64, shaped as the logits. A query that sees nothing gets zeros.
@@ -162,18 +171,20 @@ def find_cover(
     sinks: int,
     refine_top_k: int,
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens (leaves) and the closed blocks (inner nodes) that query i attends to.
+    """Return the tokens and the closed blocks that query i attends to.
 
-    The cover starts with the query's own leaf, and on every level with the sibling blocks of its ancestors. Nodes that
-    the query cannot see at all are left out. To open a block is to replace it by its children. A block is opened, again
-    and again, while
+    Tokens are leaves, and closed blocks are inner nodes. The cover starts with the query's own
+    leaf, and on every level with the sibling blocks of its ancestors. Nodes that the query cannot
+    see at all are left out. To open a block is to replace it by its children. A block is opened,
+    again and again, while
 
     - the query sees some of its tokens but not all, or
     - it holds one of the first `sinks` tokens of the sequence, or
-    - its nearest token lies less than `near` tokens from the query's own window: the query and its sibling leaves.
+    - its nearest token lies less than `near` tokens from the query's own window: the query and its
+      sibling leaves.
 
-    Then, level by level from the top (a node's level is its depth), the closed blocks with the `refine_top_k` largest
-    `mean of S_ij over B + log|B|` are opened.
+    Then, level by level from the top (a node's level is its depth), the closed blocks with the
+    `refine_top_k` largest `mean of S_ij over B + log|B|` are opened.
 
     Args:
         row: S_i, [N].

@@ -1,6 +1,7 @@
-"""Compute one HSA call, whatever its tying, score and masks (arXiv 2509.15448; docs/hsa.md).
+"""Compute one HSA call, whatever its tying, score and masks.
 
-A reader learns here how a call is prepared (score, hierarchy, mask, cache) and which implementation computes it.
+A reader learns here how a call is prepared (score, hierarchy, mask, cache) and which implementation
+computes it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from .windowed.means import Levels
 #: The output [B, H, N, dv], and the weights [B, H, N, M] or None.
 Result = tuple[Tensor, Tensor | None]
 
-# The operator "tied" takes a list of integers (see `call_operator`). Shapes and FLOP counts read these two of them.
+# The operator "tied" takes a list of integers (see `call_operator`). Shapes and FLOP counts read
+# these two of them.
 IS_BOTH, WEIGHTS = 3, 7
 # The integers before the three lists of one integer per head.
 SINGLE_NUMBERS = 9
@@ -48,16 +50,19 @@ class Request:
     """Hold the options of an HSA call that are not its score, values or masks.
 
     Args:
-        hierarchy: Trees over the M keys: a `Hierarchy`, group ids, or window sizes. In causal attention it may cover
-            only the first keys; later keys continue its groups.
+        hierarchy: Trees over the M keys: a `Hierarchy`, group ids, or window sizes. In causal
+            attention it may cover only the first keys; later keys continue its groups.
         rule: Tying and its settings.
         is_causal: Whether queries see only earlier keys, also if only the mask says so.
         backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`.
         weights: Also return the attention weights [B, H, N, M].
-        cache: Cache of the keys and values that keeps means, or None. The means are used if the call allows it.
+        cache: Cache of the keys and values that keeps means, or None. The means are used if the
+            call allows it.
         reading: Facts read from the mask; None: read them in this call.
-        evicted: Whether a cache that this call cannot use has evicted keys. The keys of the call are then placeholders.
-        chunk: The layer's own attention starts again after this many tokens of a row. 1 if it may hide any token.
+        evicted: Whether a cache that this call cannot use has evicted keys. The keys of the call
+            are then placeholders.
+        chunk: The layer's own attention starts again after this many tokens of a row. 1 if it may
+            hide any token.
         position_ids: int64 [B|1, N] of the call, see `Reading.texts`.
         scale: Factor of the products of queries and keys.
     """
@@ -81,9 +86,11 @@ def attend_hierarchically(
     """Compute softmax(S')·V with logits tied over blocks of the hierarchy.
 
     Args:
-        score: Must be linear in key features: a dot product, also with HyPE, or the squared Lorentz distance.
+        score: Must be linear in key features: a dot product, also with HyPE, or the squared Lorentz
+            distance.
         value: [B, Hkv, M, dv].
-        options: Masks and the other options of an engine. With tying="both" a mask may hide padding only.
+        options: Masks and the other options of an engine. With tying="both" a mask may hide padding
+            only.
         request: The hierarchy, and the tying over it.
 
     Returns:
@@ -94,7 +101,8 @@ def attend_hierarchically(
     """
     plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
     if plain and request.cache is not None and score.is_product:
-        # Attention reads the cache instead of these keys, so converting them to the working dtype is wasted work.
+        # Attention reads the cache instead of these keys, so converting them to the working dtype
+        # is wasted work.
         query = score.raw_query.to(score.dtype) * score.scale
         key = score.raw_key
     else:
@@ -122,7 +130,8 @@ def attend_hierarchically(
     raw = score.raw_query, score.raw_key, value
     if plain and score.is_product and request.rule.tying == "key":
         if all(map(native.takes_dtype, raw)):
-            # The kernel multiplies bfloat16 tensors directly. It applies the scale to the float32 products.
+            # The kernel multiplies bfloat16 tensors directly. It applies the scale to the float32
+            # products.
             query, key = score.raw_query, score.raw_key
             request = replace(request, scale=float(score.scale))
     return attend_tied(query, key, value, options, request)
@@ -173,13 +182,15 @@ def attend_tied(
         out, weights = attend_tied_both(query, key, value, masked, hierarchy, request, real)
     else:
         if options.mask is not None:
-            # A mask that hides padding only is dropped: padding is in no tree, and the kernel takes no masks.
+            # A mask that hides padding only is dropped: padding is in no tree, and the kernel takes
+            # no masks.
             options = replace(options, mask=mask if real is None or _needs_gradient(mask) else None)
         out, weights = _attend_tied_keys(
             query, key, value, options, hierarchy, request, reading, place
         )
 
-    # Step 4: zero causal rows that hold padding only. If not causal, such a row keeps the tree of a whole row.
+    # Step 4: zero causal rows that hold padding only. If not causal, such a row keeps the tree of a
+    # whole row.
     there = None if real is None or is_causal else real.any(1)[:, None, None, None]
     if there is not None and not bool(there.all()):
         out = out.masked_fill(~there, 0.0)
@@ -213,7 +224,8 @@ def _attend_tied_keys(
     if mask is not None and by_mask:
         most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
         hierarchy, without_sinks = drop_first_tokens(hierarchy, dropped, most)
-        # Sinks count from the first leaf. Without the first windows they would open blocks of later tokens.
+        # Sinks count from the first leaf. Without the first windows they would open blocks of later
+        # tokens.
         rule = replace(rule, sinks=0) if without_sinks else rule
     ask = {
         "near": rule.near,
@@ -266,7 +278,7 @@ def attend_cached(
     rule: Rule,
     ask: dict,
 ) -> Tensor | None:
-    """Return the output computed from the cached means, or None if they do not fit the call.
+    """Return the output from cached means, or None if they do not fit.
 
     Args:
         query, key, hierarchy, options: As in `attend_tied`.
@@ -290,7 +302,9 @@ def attend_cached(
 
 
 def check_kept(cache: LayerCache, rule: Rule) -> None:
-    """Raise if a cache has evicted keys that this rule needs, for example after another patch.
+    """Raise if a cache has evicted keys that this rule needs.
+
+    This happens if the model was patched again after the cache was made.
 
     Raises:
         ValueError: The rule opens more tokens than were kept, or opens blocks by their scores.
@@ -331,8 +345,8 @@ def lay_under_mask(
 ) -> tuple[Hierarchy, Tensor | None]:
     """Return the hierarchy under a mask that hides more than padding.
 
-    Windows start again with every text if the mask packs several texts into a row. Other trees stay as the caller
-    defined them.
+    Windows start again with every text if the mask packs several texts into a row. Other trees stay
+    as the caller defined them.
 
     Args:
         hierarchy: Trees over the present keys and the keys that a cache has dropped.
@@ -340,7 +354,8 @@ def lay_under_mask(
         request: The request of the call.
 
     Returns:
-        The hierarchy, and the number of each key in its text, int64 [B, M]; None if each row holds one text.
+        The hierarchy, and the number of each key in its text, int64 [B, M]; None if each row holds
+        one text.
     """
     is_causal = request.is_causal
     texts = reading.texts(request.chunk, request.position_ids)
@@ -348,7 +363,8 @@ def lay_under_mask(
         return restrict_once(hierarchy, reading.real_so_far, reading, is_causal), None
     lay = lambda: lay_windows_by_text(hierarchy, texts, is_causal)
     if request.chunk is not None:
-        # The texts depend on position_ids here, which may change under the same mask: do not remember the result.
+        # The texts depend on position_ids here, which may change under the same mask: do not
+        # remember the result.
         return lay(), texts.place
     return reading.remember_of(hierarchy, ("texts", is_causal), lay), texts.place
 
@@ -363,7 +379,8 @@ def cached_levels(
 ) -> Levels | None:
     """Return the cached tokens and means, or None if the call cannot use them.
 
-    The means fit plain windows over all cached keys, without sliding window, bias, dropout and gradients.
+    The means fit plain windows over all cached keys, without sliding window, bias, dropout and
+    gradients.
 
     Args:
         cache: Cache of the keys and values.
@@ -425,7 +442,9 @@ def attend_tied_both(
 
 
 def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
-    """Return features [B, H, N, e] and [B, H or Hkv, M, e] whose plain product is the score.
+    """Return features of queries and keys whose plain product is the score.
+
+    Their shapes are [B, H, N, e] and [B, H or Hkv, M, e].
 
     Raises:
         ValueError: A term of the score is not linear in features of the key.
@@ -445,7 +464,7 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
 
 
 def _linear_term(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
-    """Return the features of queries and keys whose plain product is one term of the score."""
+    """Return the features whose plain product is one term of the score."""
     dtype, heads = score.query.dtype, score.query.shape[1]
     if term.term is DOT:
         left, right = score.query, score.key
@@ -467,7 +486,10 @@ def _linear_term(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
 
 
 def _needs_operator(options: Options, request: Request) -> bool:
-    """Return whether masks, biases or trees of a compiled call must be hidden from the compiler."""
+    """Return whether a compiled call must be hidden from the compiler.
+
+    Masks, biases and trees decide which shapes a call has, which the compiler cannot trace.
+    """
     rule, hierarchy = request.rule, request.hierarchy
     if options.mask is not None or isinstance(hierarchy, Tensor):
         return True
@@ -475,7 +497,8 @@ def _needs_operator(options: Options, request: Request) -> bool:
         return False
     if not (isinstance(hierarchy, tuple) or hierarchy.is_windows):
         return True
-    # Without causality, refinement may meet windows with a single child, which depend on the length.
+    # Without causality, refinement may meet windows with a single child, which depend on the
+    # length.
     if not request.is_causal and _refines(rule):
         return True
     return request.weights or options.window is not None or options.bias is not None
@@ -544,7 +567,10 @@ def call_operator(
 
 
 def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the operator's second result: the weights, or an empty tensor."""
+    """Return the shape of the operator's second result.
+
+    It is the weights, or an empty tensor.
+    """
     return (*query.shape[:3], key.shape[2]) if numbers[WEIGHTS] else (0,)
 
 
@@ -552,7 +578,8 @@ def _count_pairs(query, key, named, sizes, numbers) -> float:
     """Return how many logits a row has, from the shapes of its tensors."""
     heads, queries, keys = query[1], query[2], key[2]
     if not numbers[IS_BOTH]:
-        # A head looks at every node of the tree: at all tokens, and at keys / size windows of each size.
+        # A head looks at every node of the tree: at all tokens, and at keys / size windows of each
+        # size.
         return heads * queries * keys * (1 + sum(1 / size for size in sizes or ()))
     if sizes is None:
         return heads * queries * keys

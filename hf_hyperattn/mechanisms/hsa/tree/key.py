@@ -1,10 +1,12 @@
-"""Attend with tying="key" in plain torch: any tree, mask and device, forward and backward.
+"""Attend with tying="key" in plain torch, forward and backward.
 
-A reader learns here how tied attention becomes one softmax over all nodes of a tree. Each query sees some of the nodes:
-tokens, and closed blocks by the means of their keys and values.
+Any tree, mask and device is allowed. A reader learns here how tied attention becomes one softmax
+over all nodes of a tree. Each query sees some of the nodes: tokens, and closed blocks by the means
+of their keys and values.
 
-Work: O(N x M), with 1 + 1/branching + ... times as many keys. Memory: O(block x M); backward computes each block again.
-Gathering only the nodes that a query sees was slower up to 6,000 tokens (one core).
+Work: O(N x M), with 1 + 1/branching + ... times as many keys. Memory: O(block x M); backward
+computes each block again. Gathering only the nodes that a query sees was slower up to 6,000 tokens
+(one core).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
 from ..open_blocks import is_open
 
-# Numbers in the logits of one block of rows: on a CPU a few of its caches, on other devices enough work.
+# Numbers in the logits of one block of rows: on a CPU a few of its caches, on other devices enough
+# work.
 BLOCK_ELEMENTS = 2**20
 DEVICE_BLOCK_ELEMENTS = 2**26
 
@@ -47,7 +50,10 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
 
 
 def leave_out_whole_windows(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """Return the sizes below the length of a text: a larger window holds all of it, as the root does."""
+    """Return the window sizes below the length of a text.
+
+    A larger window holds the whole text, as the root does.
+    """
     return tuple(size for size in sizes if size < length)
 
 
@@ -77,7 +83,8 @@ class KeyTying:
         block_bias: [H] or None.
         options: Masks and the other options of an engine; mask and bias have four axes.
         weights: Whether to return the weights.
-        place: int64 [B, M], the number of each key in its text, from which `sinks` counts; None: its number in the row.
+        place: int64 [B, M], the number of each key in its text, from which `sinks` counts; None:
+            its number in the row.
     """
 
     near: Tensor
@@ -95,13 +102,16 @@ def attend_trees(
     """Return output, log-sum-exp and weights of tied attention.
 
     Args:
-        query: [B, H, N, d], scaled. key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. All of the working dtype.
-        trees: One pair for all rows, or one for each row: the tree, and the token of every leaf, int64 [leaves]. No
-            query sees a token beyond the keys (of a tree that is continued to the right).
+        query: [B, H, N, d], scaled. key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. All of the working
+            dtype.
+        trees: One pair for all rows, or one for each row: the tree, and the token of every leaf,
+            int64 [leaves]. No query sees a token beyond the keys (of a tree that is continued to
+            the right).
         call: Tying and masks.
 
     Returns:
-        Output [B, H, N, dv]; log-sum-exp [B, H, N], +inf if a query sees nothing; weights [B, H, N, M] or None.
+        Output [B, H, N, dv]; log-sum-exp [B, H, N], +inf if a query sees nothing; weights [B, H, N,
+        M] or None.
     """
     heads, n, same = query.shape[1], query.shape[2], len(trees) == 1
     most = BLOCK_ELEMENTS if query.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
@@ -112,8 +122,8 @@ def attend_trees(
         if call.place is not None:
             tree.count_from(call.place[rows.start or 0])
         tables = [repeat_heads(tree.compute_means(t[rows]), heads) for t in (key, value)]
-        # Causal blocks grow with their position. The last and largest comes first, because blocks that grow from one
-        # to the next fragment the heap (0.6 GiB).
+        # Causal blocks grow with their position. The last and largest comes first, because blocks
+        # that grow from one to the next fragment the heap (0.6 GiB).
         for start in reversed(range(0, n, step)):
             block = slice(start, min(start + step, n))
             inputs: Any = (query[rows, :, block], *tables, tree, call, rows, block)
@@ -139,7 +149,8 @@ class KeyTree:
         tokens: int64 [leaves], the token of every leaf, clamped to the keys.
         real: bool [leaves], which leaves have a key.
         parents: int64 [nodes], the parent of every node.
-        first: int64 [nodes], the first leaf of every node, or the number of its first token in its text.
+        first: int64 [nodes], the first leaf of every node, or the number of its first token in its
+            text.
         size: int64 [nodes], the number of leaves of every node.
         levels: Nodes by depth from 1 down, in the order of their first leaf.
         leaf_of: int [keys + 1], the leaf of every token, -1 for padding.
@@ -196,7 +207,10 @@ class KeyTree:
         return short
 
     def leaves_of(self, first: int, last: int) -> Tensor:
-        """Return int [R], the leaf of each of these tokens; -1 for padding and beyond the keys."""
+        """Return int [R], the leaf of each token from `first` to `last` - 1.
+
+        Padding and tokens beyond the keys have -1.
+        """
         place = torch.arange(first, last)
         place = torch.where((place >= 0) & (place < self.keys), place, self.keys)
         return self.leaf_of[place].to(self.device)
@@ -224,16 +238,20 @@ class KeyTree:
         return (self.gather_up(t[..., self.tokens, :].mT) / self.size).mT
 
     def spread_on_leaves(self, shares: Tensor) -> Tensor:
-        """Return [..., leaves] from [..., nodes]: the weight of a block in equal parts on its leaves."""
+        """Return [..., leaves] from [..., nodes].
+
+        A block spreads its weight in equal parts over its leaves.
+        """
         shares = shares / self.size
         for nodes in self.levels[1:]:
             shares = shares.index_add(-1, nodes, shares[..., self.parents[nodes]])
         return shares[..., self.blocks :]
 
     def measure_distance(self, leaves: Tensor) -> Tensor:
-        """Return int [R, nodes], the distance from each query's own group to a node's nearest leaf.
+        """Return int [R, nodes], the distance of nodes from each query.
 
-        A query's own group is its leaf and the leaves with the same parent.
+        It is the distance from the query's own group to the node's nearest leaf. A query's own
+        group is its leaf and the leaves with the same parent.
 
         Args:
             leaves: int [R], the leaf of each query.
@@ -305,7 +323,8 @@ def _attend_block(
     if options.is_causal:
         # Later tokens are hidden from the whole block: leave out their columns.
         short = tree.take_first_keys(block.stop + options.offset)
-        # Without a leaf (only padding so far) keep one tree: no query sees anything, but shapes must not be empty.
+        # Without a leaf (only padding so far) keep one tree: no query sees anything, but shapes
+        # must not be empty.
         tree = short if short.leaves else tree
         key, value = (t[..., : blocks + tree.leaves, :] for t in (key, value))
     seen = visible_pairs(options, rows, block, tree, leaves)
@@ -319,7 +338,8 @@ def _attend_block(
             logits = logits + tree.gather_up(added) / tree.size
     logits[..., :blocks] += torch.log(tree.size[:blocks].to(logits.dtype))
 
-    # Hide the nodes that a query does not attend to. The block bias comes after the choice, which does not read it.
+    # Hide the nodes that a query does not attend to. The block bias comes after the choice, which
+    # does not read it.
     attended = find_cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
     if call.block_bias is not None:
         logits[..., :blocks] += per_head(call.block_bias)
@@ -337,7 +357,8 @@ def _attend_block(
     if not (call.weights or options.dropout_p):
         return weighted_sum(shares, value), lse, None
 
-    # Weights and dropout are defined by token, so the weights of blocks are spread over their tokens first.
+    # Weights and dropout are defined by token, so the weights of blocks are spread over their
+    # tokens first.
     shares = tree.spread_on_leaves(shares)
     dropped = dropout(shares, options.dropout_p) if options.dropout_p else shares
     out = weighted_sum(dropped, value[..., blocks:, :])
@@ -349,10 +370,11 @@ def _attend_block(
 def find_cover(
     scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: KeyTying
 ) -> Tensor:
-    """Return bool [B, H, R, nodes]: the closed blocks and the tokens that a query attends to.
+    """Return bool [B, H, R, nodes]: the nodes that a query attends to.
 
-    From the root down, a block whose parent is open stays closed if no rule and no refinement opens it. Of equal
-    scores, refinement opens the block of the lower first leaf.
+    These are closed blocks and tokens. From the root down, a block whose parent is open stays
+    closed if no rule and no refinement opens it. Of equal scores, refinement opens the block of the
+    lower first leaf.
 
     Args:
         scores: [B, H, R, blocks], mean logit plus log|B|.
@@ -384,7 +406,8 @@ def find_cover(
                 .argsort(dim=-1, descending=True, stable=True)
             )
             best = torch.arange(len(nodes), device=tree.device) < per_head(call.top_k)
-            # Heads with few closed blocks also rank blocks that are not candidates: `rest` removes them.
+            # Heads with few closed blocks also rank blocks that are not candidates: `rest` removes
+            # them.
             best = rest & torch.zeros_like(rest).scatter(-1, order, best.expand(order.shape))
             here, rest = here | best, rest & ~best
         opened[..., nodes], closed[..., nodes] = here, rest

@@ -1,10 +1,11 @@
-"""Compute key-tied attention (docs/hsa.md; arXiv 2509.15448) with the implementation that suits the call.
+"""Compute key-tied attention (docs/hsa.md; arXiv 2509.15448).
 
-A reader learns here when the compiled kernel computes a call and when plain torch does; both agree, forward and backward.
+A reader learns here when the compiled kernel computes a call and when plain torch does; both agree,
+forward and backward.
 
-The kernel (native.py, engines/cpu/listed) computes the means of keys and values over windows once. Each query then reads
-only the means and tokens that it attends to. The means of earlier windows may come from a cache. Plain torch
-(tree/key.py) computes other trees, masks, devices and dtypes.
+The kernel (native.py, engines/cpu/listed) computes the means of keys and values over windows once.
+Each query then reads only the means and tokens that it attends to. The means of earlier windows may
+come from a cache. Plain torch (tree/key.py) computes other trees, masks, devices and dtypes.
 """
 
 from __future__ import annotations
@@ -57,30 +58,35 @@ def key_tied(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax(S')·V with tied keys; S = scale · q·k + bias.
 
-    Windows without mask, bias, sliding window, dropout and weights take O(N · cover) time in the kernel. Other calls
-    take O(N · M) time and O(block · M) memory. Gradients reach all tensors. The choice of blocks is not differentiable.
+    Windows without mask, bias, sliding window, dropout and weights take O(N · cover) time in the
+    kernel. Other calls take O(N · M) time and O(block · M) memory. Gradients reach all tensors. The
+    choice of blocks is not differentiable.
 
-    Of blocks with equal scores, refinement opens the first one. The kernel adds up the scores of refined blocks in a
-    different order than other scores. Scores of equal keys may therefore differ by rounding, the same in every pass.
+    Of blocks with equal scores, refinement opens the first one. The kernel adds up the scores of
+    refined blocks in a different order than other scores. Scores of equal keys may therefore differ
+    by rounding, the same in every pass.
 
     Args:
-        query: [B, H, N, d]; query i is token `offset + i`: a full pass, the last N of M tokens, or one step.
+        query: [B, H, N, d]; query i is token `offset + i`: a full pass, the last N of M tokens, or
+            one step.
         key: [B, Hkv, M, d], Hkv dividing H. value: [B, Hkv, M, dv].
-        hierarchy: Trees over the M keys, or window sizes. Padding is never seen, and a padded query gives 0.
+        hierarchy: Trees over the M keys, or window sizes. Padding is never seen, and a padded query
+            gives 0.
         near, sinks, refine_top_k, block_bias: As in `functional.hierarchical_attention`.
         is_causal, window, mask, bias, dropout_p: As in `Options`.
         scale: Factor of q·k; None: 1/sqrt(d).
         sink_logit: [H], one more logit per head that is used in the softmax and has no value.
         weights: Also return the attention weights [B, H, N, M].
         backend: "auto", "native" (the compiled kernel), or "torch".
-        place: int64 [B, M], the number of each key in its text, from which `sinks` counts if a mask packs several texts
-            into a row; None: its number in the row.
+        place: int64 [B, M], the number of each key in its text, from which `sinks` counts if a mask
+            packs several texts into a row; None: its number in the row.
 
     Returns:
         [B, H, N, dv], float32, or float64 for float64 inputs; and the weights or None.
 
     Raises:
-        ValueError: A hierarchy of another length or batch size, an unknown backend, or one that cannot do the call.
+        ValueError: A hierarchy of another length or batch size, an unknown backend, or one that
+            cannot do the call.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
@@ -157,7 +163,10 @@ def _attend_by_torch(
     weights=False,
     place=None,
 ):
-    """Return output, log-sum-exp, and weights or None of `tree.key.attend_trees`; the query is scaled."""
+    """Return the results of `tree.key.attend_trees`.
+
+    These are output, log-sum-exp, and weights or None. The query must be scaled.
+    """
     near, sinks, top_k = (torch.tensor(count, device=query.device) for count in counts)
     call = tree_key.KeyTying(
         near=near,
@@ -186,9 +195,10 @@ def _fit_hierarchy(hierarchy: Hierarchy | Sequence[int], key: Tensor) -> Hierarc
 
 
 def has_chains(hierarchy: Hierarchy) -> bool:
-    """Return whether the last window of some level has a single child: a token or a lower window.
+    """Return whether the last window of some level has a single child.
 
-    Such a window and its child are one node of the tree (`Tree` collapses them), and refinement must not count both.
+    The child is a token or a lower window. Such a window and its child are one node of the tree
+    (`Tree` collapses them), and refinement must not count both.
     """
     widths = (1, *(hierarchy.sizes or ()))
     for start, stop in map(hierarchy.span, range(hierarchy.rows)):
@@ -196,7 +206,8 @@ def has_chains(hierarchy: Hierarchy) -> bool:
         for level in range(1, len(widths)):
             children, parents = blocks[level - 1], blocks[level]
             branching = widths[level] // widths[level - 1]
-            # All parents but the last are full. A level with one window is the root, which is no block.
+            # All parents but the last are full. A level with one window is the root, which is no
+            # block.
             if parents > 1 and children - (parents - 1) * branching == 1:
                 return True
     return False
@@ -216,15 +227,18 @@ def attend_levels(
     backend: str = "auto",
     lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return output and log-sum-exp of attention to tokens and means, without gradients.
+    """Attend to tokens and means, without gradients.
 
-    A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) rows of the levels.
+    A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) rows
+    of the levels.
 
     Args:
         query: [B, H, N, d] of the dtype of the means, or of the tokens.
         levels: Tokens and means. If some tokens are evicted, refine_top_k must be 0.
-        near, sinks, refine_top_k, block_bias, sink_logit, is_causal, offset, scale, backend: As in `key_tied`.
-        lse: If False, the log-sum-exp may be None. Decoding with refinement is then faster in the kernel.
+        near, sinks, refine_top_k, block_bias, sink_logit, is_causal, offset, scale, backend: As in
+            `key_tied`.
+        lse: If False, the log-sum-exp may be None. Decoding with refinement is then faster in the
+            kernel.
 
     Returns:
         Output [B, H, N, dv], and log-sum-exp [B, H, N], +inf if a query sees nothing.
@@ -334,9 +348,9 @@ def _call_operator(
 def _read_call(
     tensors, named: operator.Named, sizes, numbers, scale
 ) -> tuple[Tensor, Levels, dict[str, Any], str]:
-    """Return query, levels, settings and backend from the arguments that `_call_operator` wrote.
+    """Return query, levels, settings and backend of an operator call.
 
-    The settings are arguments of `attend_levels` by name.
+    `_call_operator` wrote the arguments. The settings are arguments of `attend_levels` by name.
     """
     query, key, value = tensors
     extras, heads = dict(named), query.shape[1]
@@ -344,7 +358,8 @@ def _read_call(
     near, sinks, top_k = _split_by_head(counts, heads)
     levels = pool_levels(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
     if native.takes_dtype(query):
-        # `pool_levels` converts tokens to float32. The kernel multiplies the bfloat16 tokens directly.
+        # `pool_levels` converts tokens to float32. The kernel multiplies the bfloat16 tokens
+        # directly.
         levels = replace(levels, keys=(key, *levels.keys[1:]), values=(value, *levels.values[1:]))
     settings = {
         "near": near,
@@ -377,7 +392,7 @@ def _count_pairs(query, key, named, sizes, numbers) -> float:
 def _compute_gradients(
     grad: Tensor, out: Tensor, lse: Tensor, tensors, named: operator.Named, *rest
 ) -> list[Tensor | None] | None:
-    """Return the gradients of all tensors of the operator, or None if autograd must compute them."""
+    """Return the gradients of all tensors, or None to let autograd compute them."""
     query, levels, settings, backend = _read_call([t.float() for t in tensors], named, *rest)
     if not _kernel_serves(query, backend):
         return None

@@ -1,6 +1,7 @@
-"""Pool the keys and values of windows of every level into means, and gradients of means back into tokens.
+"""Pool keys and values into means of windows, and gradients back.
 
-A reader learns here what the kernel of key-tied attention reads: tokens, and one mean for each window.
+A reader learns here what the kernel of key-tied attention reads: tokens, and one mean for each
+window.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from . import native
 
 @dataclass(frozen=True)
 class Levels:
-    """Hold keys and values by level: tokens at level 0, means over windows of `sizes[l-1]` at level l.
+    """Hold keys and values by level.
+
+    Level 0 holds tokens, and level l the means over windows of `sizes[l-1]` tokens.
 
     Args:
         sizes: Window sizes, bottom first, each dividing the next.
-        keys: For every level, [B, Hkv, n_l, d]. Level 0 holds the tokens of the call, padding included. Block b of a
-            level above holds tokens start + b·w to start + (b+1)·w - 1 of its row. The last block may be missing if it
-            is incomplete: causal queries read complete blocks only. Means are in the working dtype. Tokens of a cache
-            may be in half precision.
+        keys: For every level, [B, Hkv, n_l, d]. Level 0 holds the tokens of the call, padding
+            included. Block b of a level above holds tokens start + b·w to start + (b+1)·w - 1 of
+            its row. The last block may be missing if it is incomplete: causal queries read complete
+            blocks only. Means are in the working dtype. Tokens of a cache may be in half precision.
         values: As `keys`, [B, Hkv, n_l, dv].
         starts: int64 [B], the first real token of every row; None: 0.
         stops: int64 [B], one past the last real token; None: the last token is real.
-        held: None if nothing is evicted. Else the number of tokens of the text, and for every level the number of rows
-            kept at the front of its tables, and the number of rows evicted after them.
+        held: None if nothing is evicted. Else the number of tokens of the text, and for every level
+            the number of rows kept at the front of its tables, and the number of rows evicted after
+            them.
     """
 
     sizes: tuple[int, ...]
@@ -54,7 +58,8 @@ def pool_levels(
     Args:
         key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. Any floating dtype; means are float32.
         sizes: Window sizes, bottom first, each dividing the next.
-        starts, stops: The real tokens of every row, int64 [B]; windows start at the first one. None: all are real.
+        starts, stops: The real tokens of every row, int64 [B]; windows start at the first one.
+            None: all are real.
     """
     dtype = working_dtype(key)
     tables = key.to(dtype), value.to(dtype)
@@ -69,9 +74,10 @@ def pool_levels(
 def unpool_gradients(
     tables: Sequence[Tensor], sizes: Sequence[int], starts: list[int], stops: list[int]
 ) -> Tensor:
-    """Return the gradients of tokens [B, H, M, e] from the gradients of tokens and means.
+    """Return the gradients of tokens [B, H, M, e].
 
-    The first table is changed in place, and returned.
+    Gradients of means are added to the gradients of their tokens. The first table is changed in
+    place, and returned.
 
     Args:
         tables: Gradients of every level, tokens first.
@@ -79,14 +85,17 @@ def unpool_gradients(
         starts, stops: First real token of every row, and one past the last.
     """
     tokens, counts, above = tables[0], torch.tensor(stops) - torch.tensor(starts), None
-    # From the top level down, add to each block the gradient that its parent passes on to each token.
+    # From the top level down, add to each block the gradient that its parent passes on to each
+    # token.
     for level in range(len(sizes), 0, -1):
         blocks = torch.arange(tables[level].shape[2])
-        # Tokens in each block: the last one of a row may be incomplete. At least 1, since padded blocks are divided too.
+        # Tokens in each block: the last one of a row may be incomplete. At least 1, since padded
+        # blocks are divided too.
         inside = (counts[:, None] - sizes[level - 1] * blocks).clamp(1, sizes[level - 1])
         each = tables[level] / inside[:, None, :, None]
         if above is not None:
-            # A huge window has fewer children than its size allows: do not repeat beyond the existing blocks.
+            # A huge window has fewer children than its size allows: do not repeat beyond the
+            # existing blocks.
             children = min(sizes[level] // sizes[level - 1], len(blocks))
             each += above.repeat_interleave(children, 2)[:, :, : len(blocks)]
         above = each

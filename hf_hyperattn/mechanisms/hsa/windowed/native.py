@@ -1,9 +1,11 @@
-"""Call the compiled CPU kernel of key-tied attention (engines/cpu/listed/windows.cpp).
+"""Call the compiled CPU kernel of key-tied attention.
 
-A reader learns here how tensors become the C structures of the kernel, forward and backward.
+The kernel is in engines/cpu/listed/windows.cpp. A reader learns here how tensors become the C
+structures of the kernel, forward and backward.
 
-Sums are float32. In a forward pass, tokens and queries may be in half precision, as caches keep them. The kernel
-multiplies bfloat16 queries and tokens directly if the CPU can. Gradients are computed in float32.
+Sums are float32. In a forward pass, tokens and queries may be in half precision, as caches keep
+them. The kernel multiplies bfloat16 queries and tokens directly if the CPU can. Gradients are
+computed in float32.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def can_serve(t: Tensor) -> bool:
 
 
 def takes_dtype(t: Tensor) -> bool:
-    """Return whether the kernel takes queries, keys and values of this dtype directly: bfloat16."""
+    """Return whether the kernel takes tensors of this dtype directly: bfloat16."""
     return t.dtype == torch.bfloat16 and can_serve(t)
 
 
@@ -73,7 +75,10 @@ def list_strides(tensors: Sequence[Tensor]):
 
 
 def pad_to_vectors(t: Tensor) -> Tensor:
-    """Return the tensor with contiguous rows of whole vectors, without a copy if possible."""
+    """Return the tensor with contiguous rows of whole vectors.
+
+    It is not copied if its rows are such already.
+    """
     spare = -t.shape[-1] % LANES
     t = torch.nn.functional.pad(t, (0, spare)) if spare else t
     return t if t.stride(-1) == 1 else t.contiguous()
@@ -97,7 +102,7 @@ def build_call(
     offset: int,
     scale: float,
 ) -> tuple[KernelCall, list]:
-    """Return the structure that the kernel reads, and the objects that must outlive it.
+    """Return the structure that the kernel reads, and objects to keep alive.
 
     Args:
         query: [B, H, N, d].
@@ -107,16 +112,19 @@ def build_call(
         block_bias, sink_logit: [H] or None.
         spans: First real token of every row, and one past the last.
         sizes: Window sizes, bottom first.
-        held: For each level, the number of rows kept at the front of its table, and the number evicted after them.
+        held: For each level, the number of rows kept at the front of its table, and the number
+            evicted after them.
         near, sinks, top_k: One integer per head.
         is_causal, offset, scale: As in `windowed.key.key_tied`.
     """
-    # A window that holds all tokens is the root, and open to every query. The kernel reserves memory for all children
-    # that a window may have, and loops over them, so a huge size would cost both.
+    # A window that holds all tokens is the root, and open to every query. The kernel reserves
+    # memory for all children that a window may have, and loops over them, so a huge size would cost
+    # both.
     longest = max(stop - start for start, stop in zip(*spans, strict=True)) if spans[0] else 0
     sizes = [size for size in sizes if size < longest]
 
-    # C arrays. The structure holds addresses only, so Python must keep these objects alive during the call.
+    # C arrays. The structure holds addresses only, so Python must keep these objects alive during
+    # the call.
     extras = [None if t is None else t.float().contiguous() for t in (block_bias, sink_logit)]
     bias, sink = (None if t is None else t.data_ptr() for t in extras)
     tables = [list_pointers(keys), list_pointers(values), list_strides(keys), list_strides(values)]
@@ -165,13 +173,14 @@ def compute_forward(
     """Return the output [B, H, N, dv] and the log-sum-exp [B, H, N] or None.
 
     Args:
-        query: [B, H, N, d], converted to float32 if tokens have another dtype. With bfloat16 queries and tokens on a
-            CPU that multiplies bfloat16, more than 4 neighbouring queries round the weights of shared tokens to
-            bfloat16.
+        query: [B, H, N, d], converted to float32 if tokens have another dtype. With bfloat16
+            queries and tokens on a CPU that multiplies bfloat16, more than 4 neighbouring queries
+            round the weights of shared tokens to bfloat16.
         keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
         rest: The other arguments of `build_call`, by name.
-        lse: If False, return None for the log-sum-exp, and compute a few refining queries one by one. Their scores then
-            round differently than in a backward pass, which might open other blocks.
+        lse: If False, return None for the log-sum-exp, and compute a few refining queries one by
+            one. Their scores then round differently than in a backward pass, which might open other
+            blocks.
     """
     if keys[0].dtype != values[0].dtype:
         keys, values = ([t.float() for t in tables] for tables in (keys, values))
@@ -227,7 +236,8 @@ def compute_backward(
     g_query = zeros(query)
     g_keys = [*map(zeros, keys)]
     g_values = [*map(zeros, values)]
-    # Gradients of block bias and sink by row and head: threads work on different rows and heads, and must not write to the same number.
+    # Gradients of block bias and sink by row and head: threads work on different rows and heads,
+    # and must not write to the same number.
     g_bias, g_sink = query.new_zeros(2, *query.shape[:2])
     tables = [list_pointers(g_keys), list_pointers(g_values), longs([t.shape[2] for t in keys])]
     key_table, value_table, row_counts = map(ctypes.addressof, tables)
