@@ -1,6 +1,6 @@
 """Build trees over the tokens of a sequence.
 
-Trees come from fixed windows, group ids, parent pointers, texts or images. A reader learns here
+Trees come from fixed windows, group ids, parent pointers, texts or images. This module shows
 which classes describe a tree (`Tree`), its families, and the trees of a batch (`Hierarchy`).
 """
 

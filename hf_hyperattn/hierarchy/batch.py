@@ -1,6 +1,6 @@
 """Hold the hierarchies of a batch: one tree per row, or fixed windows.
 
-A reader learns here all ways to make a `Hierarchy`, and how it follows a batch that is repeated or
+This module shows all ways to make a `Hierarchy`, and how it follows a batch that is repeated or
 grows.
 """
 
@@ -76,11 +76,13 @@ class Hierarchy:
         if attention_mask is None:
             return cls(length, sizes=sizes)
         real = checked_mask(attention_mask, length)
+        # argmax finds the first 1: the first real token, and from the end the last one.
         starts = real.int().argmax(1)
         stops = length - real.flip(1).int().argmax(1)
         # Padding at the ends only: numbers are enough.
         if bool((real.sum(1) == stops - starts).all()):
             return cls(length, sizes=sizes, starts=starts, stops=stops)
+        # Windows count real tokens only, so each row needs its own tree.
         tokens = tuple(row.nonzero()[:, 0] for row in real)
         return cls(length, tuple(windows_tree(len(t), sizes) for t in tokens), tokens)
 
@@ -137,6 +139,7 @@ class Hierarchy:
         """
         tokens = [None] * len(trees) if tokens is None else tokens
         places = tuple(checked_tokens(t, tree) for t, tree in zip(tokens, trees, strict=True))
+        # Tokens ascend, so the last one is the largest.
         least = max(int(t[-1]) + 1 for t in places)
         length = least if length is None else length
         if length < least:
@@ -162,6 +165,7 @@ class Hierarchy:
         trees, tokens = zip(*(tree_of_ids(row, tuple(kind_names)) for row in ids), strict=True)
         return cls(ids.shape[1], trees, tokens)
 
+    # The shorter name, for ids with several levels.
     from_ids = from_segment_ids
 
     @classmethod
@@ -241,6 +245,7 @@ class Hierarchy:
             ValueError: No patches, or a factor below 2.
         """
         ids = add_special_ids(quadtree_ids(rows, columns, factor), before, after)
+        # Names of the kinds 1 and 2 of `quadtree_ids`.
         return cls.from_ids(ids[None], ("", kind, "cell"))
 
     @classmethod
@@ -274,6 +279,7 @@ class Hierarchy:
 
     def span(self, row: int) -> tuple[int, int]:
         """Return the first real token of a row of windows, and one past the last."""
+        # A hierarchy with one row serves every row of a batch.
         row = row if self.rows > 1 else 0
         start = 0 if self.starts is None else int(self.starts[row])
         stop = self.length if self.stops is None else int(self.stops[row])
@@ -306,14 +312,17 @@ class Hierarchy:
             spans = torch.tensor([self.span(row) for row in range(self.rows)])
             index = torch.arange(self.length)
             inside = (index >= spans[:, :1]) & (index < spans[:, 1:])
+            # Places count from a row's first real token, where its windows start.
             return window_ids(torch.where(inside, index - spans[:, :1], -1), self.sizes)
         trees, tokens = self.materialised.trees, self.materialised.tokens
+        # One tensor holds all rows, so the deepest tree decides the number of levels.
         levels = max(map(levels_of, trees))
         return torch.stack([ids_of_tree(t, k, self.length, levels) for t, k in zip(trees, tokens)])
 
     @property
     def kind_names(self) -> tuple[str, ...]:
         """Return the names of the kinds of families, "" first."""
+        # Without given names, a row names only its own kinds. The longest tuple has all names.
         return max((t.kind_names for t in self.trees), key=len, default=("",))
 
     def fitted(self, batch: int, length: int, growing: bool = True) -> Hierarchy:
@@ -349,8 +358,10 @@ class Hierarchy:
                 f"the hierarchy covers {self.length} tokens, attention has {length}; allowed: equal numbers, padding "
                 "and special tokens included"
             )
+        # Resize first, because there are fewer rows before they are repeated.
         fitted = self if length == self.length else self._resize_rows(length)
         fitted = fitted if fitted.rows in (1, batch) else fitted._repeat_rows(batch // fitted.rows)
+        # The dataclass is frozen, so the result is written to its dict.
         self.__dict__["_last_fitted"] = ((batch, length), fitted)
         return fitted
 
@@ -375,6 +386,7 @@ class Hierarchy:
                 # A row that ends with the text grows with it. A row with padding after it does not.
                 stops = torch.where(stops == self.length, length, stops.clamp(max=length))
             return replace(self, length=length, stops=stops)
+        # Ids can be cut and extended without looking at the shape of the trees.
         ids = self.to_ids()[:, :length]
         return type(self).from_ids(extended_ids(ids, length - self.length), self.kind_names)
 
@@ -401,6 +413,7 @@ def checked_tokens(tokens, tree: Tree) -> Tensor:
         raise ValueError(
             f"tokens has shape {tuple(tokens.shape)}; allowed: one a leaf, ({tree.leaves},)"
         )
+    # Leaves are numbered in token order: the causal order of a tree relies on this.
     if bool((tokens < 0).any()) or bool((tokens.diff() <= 0).any()):
         raise ValueError(
             "tokens are not in ascending order; allowed: leaves in the order of their tokens, each once"
@@ -449,4 +462,5 @@ class ReadIds:
         """Return whether the ids are unchanged since they were read."""
         if value.is_inference():
             return torch.equal(self.content, value)
+        # torch raises the version with every change in place.
         return self.content == value._version

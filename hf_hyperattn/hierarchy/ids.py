@@ -1,6 +1,6 @@
 """Convert trees to group ids and back.
 
-A reader learns here the tensor form of hierarchies: int64 [B, length, levels], the group of every
+This module shows the tensor form of hierarchies: int64 [B, length, levels], the group of every
 token on every level, coarse to fine.
 
 A group is identified by its ids from the coarsest level down. Fine ids may start again in every

@@ -1,7 +1,7 @@
 """Find where the parts of a text begin.
 
-Parts are paragraphs, sentences, words, Markdown sections or blocks of source code. A reader learns
-here the rules of each outline, and the form in which a new one must return its parts.
+Parts are paragraphs, sentences, words, Markdown sections or blocks of source code. This module
+shows the rules of each outline, and the form in which a new one must return its parts.
 
 Every function takes a text and returns one or several levels, coarse to fine. A level is the
 ascending numbers of the characters at which its parts begin, 0 first. A part of a fine level also

@@ -1,7 +1,7 @@
 """Build trees that do not come from text.
 
-These are quadtrees of images, groups given as spans, and several signals under one root. A reader
-learns here how each of these becomes group ids or parent pointers.
+These are quadtrees of images, groups given as spans, and several signals under one root. This
+module shows how each of these becomes group ids or parent pointers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turn a text and the character offsets of its tokens into group ids.
 
-A reader learns here how the outline of a text (`outlines`) becomes a hierarchy over the tokens of a
+This module shows how the outline of a text (`outlines`) becomes a hierarchy over the tokens of a
 tokenizer.
 """
 

@@ -1,6 +1,6 @@
 """Represent one rooted tree over the tokens of a sequence, in a normal form.
 
-A reader learns here how nodes are numbered, and how sizes, depths and families are computed from
+This module shows how nodes are numbered, and how sizes, depths and families are computed from
 parent pointers.
 """
 

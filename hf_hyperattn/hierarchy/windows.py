@@ -1,6 +1,6 @@
 """Divide a sequence into fixed windows of several sizes.
 
-Sizes stand bottom first, and each divides the next. A reader learns here which sizes are allowed,
+Sizes stand bottom first, and each divides the next. This module shows which sizes are allowed,
 and how windows become a tree or group ids.
 """
 
@@ -28,6 +28,7 @@ def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
         if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= MOST_INTEGER:
             allowed = f"integers of at least 2, and at most {MOST_INTEGER:,}, bottom first"
             raise ValueError(f"window size {short(size)} is not allowed; allowed: {allowed}")
+    # Equal sizes would make windows with a single child, which is the same node.
     for small, large in zip(sizes, sizes[1:]):
         if large % small or large == small:
             raise ValueError(
@@ -67,5 +68,6 @@ def window_ids(places: Tensor, sizes: Sequence[int]) -> Tensor:
         places: int64 [...], the place of each token.
         sizes: Window sizes, bottom first.
     """
+    # Coarse to fine: the largest windows first.
     widths = torch.tensor([*sizes][::-1], device=places.device)
     return torch.where(places[..., None] >= 0, places[..., None] // widths, -1)

@@ -1,6 +1,6 @@
 """Register Hierarchical Self-Attention (arXiv 2509.15448) as the mechanism "hsa".
 
-A reader learns here which config, layer and function belong to the name.
+This module shows which config, layer and function belong to the name.
 """
 
 from ...registry import Mechanism, register

@@ -1,7 +1,7 @@
 """Measure the loss of tying.
 
-The loss is the KL divergence of tied attention from the softmax that it replaces (docs/hsa.md). A
-reader learns here how the loss is computed without N² memory.
+The loss is the KL divergence of tied attention from the softmax that it replaces (docs/hsa.md).
+This module shows how the loss is computed without N² memory.
 
     loss = Σ_i KL(P_i ‖ softmax(S_i))        over the tokens i of a row, one number per row and head, in nats
 
@@ -47,6 +47,7 @@ def loss_both(
     """
     # The loss is the difference of two large sums. In float32, most of its digits would cancel.
     query, key = query.double(), key.double()
+    # Only ρ(root) is needed, so the values are a single column.
     _, root = attend_both_with_root(
         query,
         key,
@@ -60,9 +61,11 @@ def loss_both(
     total = torch.zeros_like(root)
     for rows, logits in _logit_blocks(query, key, scale, position_bias):
         logits = logits.masked_fill(~real[:, None, None], float("-inf"))
+        # Compare with the softmax that has no diagonal either.
         if not keep_diagonal:
             logits.diagonal(offset=rows.start, dim1=-2, dim2=-1).fill_(float("-inf"))
         total += logits.logsumexp(-1).masked_fill(~real[:, None, rows], 0.0).sum(-1)
+    # Without its diagonal, a row of one token attends to nothing, and ρ(root) is -inf.
     return torch.where(root.isneginf(), 0.0, total - real.sum(-1, keepdim=True) * root)
 
 
@@ -96,6 +99,7 @@ def loss_key(
     total = query.new_zeros(query.shape[:2])
     for rows, logits in _logit_blocks(query, key, scale, bias):
         part = lambda t, rows=rows: t if t is None else t[..., rows, :]
+        # Only the weights are needed, so the values are a single column.
         _, P = key_tied(
             query[:, :, rows],
             key,
@@ -111,6 +115,7 @@ def loss_key(
             **rules,
         )
         assert P is not None
+        # The softmax hides the same tokens as tied attention.
         hidden = ~real[:, None, None]
         seen = position_mask(options, (rows.start, rows.stop), (0, length), query.device)
         for t in (seen, part(mask)):

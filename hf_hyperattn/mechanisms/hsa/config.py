@@ -1,6 +1,6 @@
 """Configure Hierarchical Self-Attention.
 
-A reader learns here which options HSA has, and what None means for each kind of tying.
+This module shows which options HSA has, and what None means for each kind of tying.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class HsaConfig(MechanismConfig):
             # knows none.
             if f.name != "block_bias" or self.block_bias != -math.inf:
                 check_field("HsaConfig", f.name, getattr(self, f.name), f.metadata)
+        # Lists, for example from JSON, become tuples, so that configs can be hashed.
         object.__setattr__(self, "windows", checked_sizes(self.windows))
         for name in DEFAULTS:
             self._check_numbers(name)
@@ -150,6 +151,7 @@ class HsaConfig(MechanismConfig):
 
     def unread(self, causal: Collection[bool]) -> str | None:
         """See `MechanismConfig.unread`."""
+        # A model may have causal and bidirectional layers. Warn only if no layer reads a number.
         tyings = {self.tying or ("key" if is_causal else "both") for is_causal in causal}
         values = {name: getattr(self, name) for name in DEFAULTS}
         given = [name for name, x in values.items() if (any(x) if isinstance(x, tuple) else x)]

@@ -1,6 +1,6 @@
 """Attend to a cache that has evicted keys, in plain torch.
 
-This is the fallback if the compiled kernel cannot compute a call. A reader learns here how the
+This is the fallback if the compiled kernel cannot compute a call. This module shows how the
 cover of a query follows from its position (docs/hsa.md). Nothing is refined here, so one softmax
 over the kept tokens and means is enough.
 """

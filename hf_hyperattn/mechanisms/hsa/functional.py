@@ -1,7 +1,7 @@
 """Offer Hierarchical Self-Attention as a function.
 
-Its first arguments are those of `torch.nn.functional.scaled_dot_product_attention`. A reader learns
-here the arguments of `hierarchical_attention`, and which combinations it refuses.
+Its first arguments are those of `torch.nn.functional.scaled_dot_product_attention`. This module
+shows the arguments of `hierarchical_attention`, and which combinations it refuses.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def hierarchical_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_choice("tying", tying, TYINGS)
     hierarchy = checked_hierarchy(hierarchy)
+    # `HsaConfig` takes tuples only.
     near, sinks, refine_top_k = (
         tuple(x) if isinstance(x, Sequence) else x for x in (near, sinks, refine_top_k)
     )
@@ -109,6 +110,7 @@ def hierarchical_attention(
     if not (is_recorded() or (query.numel() and key.numel())):
         # Without queries or keys there is nothing to tie, and trees need at least one token.
         return attention(dot_score(query, key, scale), value, options)[0].to(query.dtype)
+    # Arithmetic is at least float32, also under autocast.
     with full_precision(query.device):
         request = Request(hierarchy, rule, is_causal, backend)
         out, _ = attend_hierarchically(dot_score(query, key, scale), value, options, request)
@@ -143,6 +145,7 @@ def _make_rule(
     if said := config.unread({is_causal}):
         raise ValueError(said)
     check_choice("backend", backend, BACKENDS)
+    # tying="both" has one implementation, and no closed blocks to which a bias could be added.
     if tying == "both" and (learned or backend != "auto"):
         name = "block_bias=a tensor" if learned else f"{backend=}"
         allowed = "None" if learned else "backend='auto'"

@@ -1,6 +1,6 @@
 """Run Hierarchical Self-Attention inside an attention layer of a model.
 
-A reader learns here which learned parameters HSA adds, and how a layer's call becomes a `Request`.
+This module shows which learned parameters HSA adds, and how a layer's call becomes a `Request`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class HsaLayer(SelectionLayer):
         rule = None
         if host is not None:
             rule = config.rule(host.is_causal or self.grows, host.heads, host.name)
+        # A softcap is a tanh of the logit: the logit of a mean key is then not the mean of the
+        # logits.
         softcap = getattr(getattr(host, "config", None), "attn_logit_softcapping", None)
         if host is not None and softcap is not None:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Fit a hierarchy to the keys of one HSA call.
 
-A reader learns here how masks change the trees over which attention is tied.
+This module shows how masks change the trees over which attention is tied.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keep the means of windows in a cache, each computed once.
 
-A reader learns here how means grow with the cache, and which tokens and means an evicting cache can
+This module shows how means grow with the cache, and which tokens and means an evicting cache can
 forget.
 
 A generated token completes one window in w_1, and one in w_2/w_1 of these completes a window of the

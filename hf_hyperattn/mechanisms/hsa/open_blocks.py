@@ -1,6 +1,6 @@
 """Decide by position which blocks of a hierarchy are open to a query.
 
-The rule is from arXiv 2509.15448; see docs/hsa.md. A reader learns here the rule of `near` and
+The rule is from arXiv 2509.15448; see docs/hsa.md. This module shows the rule of `near` and
 `sinks`, shared by trees, exported programs, evicting caches, pair counts and sparse rules of nested
 windows.
 

@@ -1,6 +1,6 @@
 """Wrap HSA calls as one custom operator with its gradient.
 
-`torch.compile` and export need it. A reader learns here how masks and trees are hidden from the
+`torch.compile` and export need it. This module shows how masks and trees are hidden from the
 compiler, and how a call becomes tensors, integers and text.
 
 A mask decides which tree is used, and a tree decides the shapes of all steps, so the compiler can
@@ -198,6 +198,7 @@ def hsa(
     """
     function, *arguments = _unflatten_call(tensors, names)
     out, second = function.compute(*arguments, sizes, numbers, scale)
+    # The fake implementation below promises contiguous results.
     return out.contiguous(), second.contiguous()
 
 
@@ -253,6 +254,7 @@ def _gradients_by_autograd(
 
     Tensors that need no gradient have None.
     """
+    # A mask needs no gradient: learned masks are refused before (`request.call_operator`).
     keys = [*["feature"] * 3, *names.split(BREAK)[1:]]
     learned = [
         t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)
@@ -260,6 +262,7 @@ def _gradients_by_autograd(
     with autograd_inside_operator():
         inputs = [t.detach().requires_grad_(learns) for t, learns in zip(tensors, learned)]
         results = function.compute(*_unflatten_call(inputs, names)[1:], *rest)
+        # Results such as detached weights have no gradient.
         results, grads = zip(*((t, g) for t, g in zip(results, grads) if t.requires_grad))
         leaves = [t for t, learns in zip(inputs, learned) if learns]
         of_leaves = iter(torch.autograd.grad(results, leaves, grads, allow_unused=True))
@@ -310,6 +313,7 @@ def _count_flops(
     function, (query, key, value), named = _unflatten_call(shapes, names)
     width, value_width = query[3], value[3]
     each = 3 * width + 2 * value_width if backward else width + value_width
+    # A product of matrices [n, d] and [d, m] has 2·n·m·d FLOPs.
     return int(2 * query[0] * function.pairs(query, key, dict(named), sizes, numbers) * each)
 
 

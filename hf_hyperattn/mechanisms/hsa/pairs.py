@@ -1,6 +1,6 @@
 """Count the logits of tied attention over windows.
 
-A reader learns here how near, sinks, refinement and window sizes determine the cost of HSA.
+This module shows how near, sinks, refinement and window sizes determine the cost of HSA.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compute HSA over windows with plain operators only.
 
-Exported programs need this for any batch, length and padding. A reader learns here how a tree is
+Exported programs need this for any batch, length and padding. This module shows how a tree is
 expressed by matrices over pairs of tokens, with O(N · M) memory.
 
 A tree cannot be built during export, because it depends on the padding. Instead, each number of a

@@ -1,6 +1,6 @@
 """Define Hierarchical Self-Attention, dense and in float64.
 
-The paper is arXiv 2509.15448; docs/hsa.md has the math. A reader learns here the exact meaning of
+The paper is arXiv 2509.15448; docs/hsa.md has the math. This module shows the exact meaning of
 both tyings. The loops over nodes and queries follow the formulas, and are meant for reading and for
 short sequences.
 
@@ -154,8 +154,11 @@ def definition_key(
         )
         tied = torch.full_like(row, -INF)
         tied[tokens] = row[tokens]
+        # All tokens of a closed block have the same logit, so the softmax counts the block |B|
+        # times.
         for under in (facts[1][B] for B in blocks):
             tied[under] = row[under].mean() + block_bias[h]
+        # softmax of only -inf would be NaN.
         if not tied.isneginf().all():
             P[b, h, i] = torch.softmax(tied, -1)
     return P.reshape(logits.shape)
@@ -196,6 +199,7 @@ def find_cover(
     """
     children, leaves = facts
     parents, level = tree.parents.tolist(), tree.depth.tolist()
+    # The choice of blocks is not differentiable.
     row, sees = row.detach(), seen.tolist()
     window = [c for c in children[parents[i]] if c < tree.leaves]
     distance = [min(abs(j - k) for k in window) for j in range(tree.leaves)]

@@ -1,6 +1,6 @@
 """Compute one HSA call, whatever its tying, score and masks.
 
-A reader learns here how a call is prepared (score, hierarchy, mask, cache) and which implementation
+This module shows how a call is prepared (score, hierarchy, mask, cache) and which implementation
 computes it.
 """
 

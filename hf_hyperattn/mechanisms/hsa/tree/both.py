@@ -1,6 +1,6 @@
 """Compute `tying="both"`: softmax(S)·V tied over sibling blocks.
 
-The paper is arXiv 2509.15448; docs/hsa.md has the math. A reader learns here how a call reaches the
+The paper is arXiv 2509.15448; docs/hsa.md has the math. This module shows how a call reaches the
 algorithm of `up_down`, and how it becomes an operator for the compiler. The cost is O(nodes ·
 branching). Results agree with `reference.definition_both`.
 """
@@ -113,6 +113,7 @@ def compute_both(
         # refused through it.
         made_of = torch.stack([t[..., :0].sum() for t in (*leaves, *terms) if t is not None]).sum()
     out, root = _Both.apply(layout, scale, keep_diagonal, made_of, *leaves, *terms)
+    # Back to [B, H, N, dv] and [B, H].
     return layout.from_leaves(out).transpose(2, 3).flatten(1, 2), root.flatten(1)
 
 
@@ -131,6 +132,7 @@ class _Both(torch.autograd.Function):
     def forward(ctx, layout, scale, keep_diagonal, made_of, query, key, value, *terms):
         up_down = UpDown(layout, scale, keep_diagonal, query, key, value, terms)
         out = up_down.compute_output()
+        # Without gradients, the buffers are freed with this call.
         if any(ctx.needs_input_grad):
             ctx.up_down = up_down
             ctx.save_for_backward(made_of)

@@ -1,6 +1,6 @@
 """Attend with tying="key" in plain torch, forward and backward.
 
-Any tree, mask and device is allowed. A reader learns here how tied attention becomes one softmax
+Any tree, mask and device is allowed. This module shows how tied attention becomes one softmax
 over all nodes of a tree. Each query sees some of the nodes: tokens, and closed blocks by the means
 of their keys and values.
 

@@ -1,6 +1,6 @@
 """Lay out the nodes of a hierarchy in memory.
 
-One step up or down a hierarchy is then one batched operation per level. A reader learns here where
+One step up or down a hierarchy is then one batched operation per level. This module shows where
 the numbers of a node stand, and how windows and trees are read and written alike.
 
 Numbers of leaves are [R, K, leaves, ...], with R rows and K key heads. A *buffer* holds the numbers
@@ -134,6 +134,7 @@ class WindowLayout:
             b = above // width if above else nodes
             self.groups.append(self._make_group(level, width, -(-nodes // b), b, device))
             self.filled.append(self.groups[-1].families * b)
+        # One root above the last level.
         self.filled.append(1)
 
     def _make_group(self, level: int, width: int, families: int, b: int, device) -> Group:
@@ -276,6 +277,7 @@ class TreeLayout:
         for number, families in entries:
             tree, spare = trees[number], width - families.children.shape[1]
             node = families.children.clamp(min=0)
+            # Filling reads and writes the extra place, has size 0, and counts as fixed.
             wide = lambda t, value, real=families.real, spare=spare: F.pad(
                 torch.where(real, t, value), (0, spare), value=value
             )
@@ -346,6 +348,7 @@ class TreeLayout:
         buffer[:, :, group.parents : group.parents + group.families] = x
 
     def read_roots(self, buffer: Buffer) -> Tensor:
+        # A forest has one row, and a root for every row of the batch.
         roots = buffer.index_select(2, self._roots)
         return roots[:, :, 0] if self.one else roots[0].transpose(0, 1)
 

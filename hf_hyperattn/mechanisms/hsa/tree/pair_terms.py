@@ -1,6 +1,6 @@
 """Compute terms that are added to the mean logits of sibling blocks.
 
-They are means of a position bias, and learned positions of siblings. A reader learns here how S̄_BC
+They are means of a position bias, and learned positions of siblings. This module shows how S̄_BC
 becomes S̄_BC + e_B·e_C for siblings B and C (math in docs/hsa.md). e_B is a learned embedding of a
 child's position in its family, with one table per kind of family. Sequences of different kinds and
 scales, such as words in a sentence and patches in a row, can so share one attention.
@@ -90,6 +90,7 @@ def _by_key_head(term: Tensor, kv_heads: int) -> Tensor:
     """Return [R, 1 or K, F, b, 1 or G, b] from [R, 1 or H, F, b, b]."""
     if term.shape[1] == 1:
         return term.unsqueeze(4)
+    # H = K · G: the G query heads of a key head are neighbours.
     return term.unflatten(1, (kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
 
 
@@ -151,12 +152,15 @@ def sibling_products(
     """
     total = None
     for number in group.kinds_present:
+        # Kind 0 is no kind.
         if number == 0:
             continue
         table = _select_table(tables, kind_names[number], group.most_children(number))
         e = table.to(dtype)[: group.width]
         product = torch.einsum("bhw,chw->hbc", e, e)
+        # A node has no position relative to itself.
         product = product - torch.diag_embed(product.diagonal(dim1=-2, dim2=-1))
+        # The widest family of the group may be of another kind.
         spare = group.width - len(e)
         product = nn.functional.pad(product, (0, spare, 0, spare)) if spare else product
         of_kind = (group.kind == number).to(dtype)[None, None, :, None, None]

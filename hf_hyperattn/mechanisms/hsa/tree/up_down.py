@@ -1,6 +1,6 @@
 """Compute `tying="both"` in one pass up the hierarchy and one down.
 
-Forward and backward passes take O(nodes · branching) time. A reader learns here the recursion over
+Forward and backward passes take O(nodes · branching) time. This module shows the recursion over
 families, and its gradient.
 
 For child B of a family, with the means q̄, k̄, v̄ of its members and L_BC = S̄_BC + log|C|, L_BB =
@@ -58,6 +58,7 @@ class UpDown:
         self.scale = scale
         self.keep_diagonal = keep_diagonal
         self.terms = list(terms)
+        # Leaves are their own means. `_pass_up` fills the nodes above.
         self.query, self.key, self.value = (layout.make_buffer(x) for x in (query, key, value))
         self.rho = layout.make_buffer(query.new_zeros(()).expand(query.shape[:4]))
         self.log_z = layout.make_blank(query[..., 0])
@@ -99,7 +100,10 @@ class UpDown:
             e = L.sub_(top).exp_()
             total = e.sum(-1, keepdim=True)
             log_z.append((total.log() + top)[..., 0])
+            # The message leaves out the diagonal of inner nodes, which goes down as `inside`.
             m = (zero_fixed(e, group, rows).flatten(3, 4) @ v).unflatten(3, e.shape[3:5])
+            # If there is nothing to attend to, the total is 0, and the message must be 0 and not
+            # NaN.
             message.append(m.div_(total.clamp_min(torch.finfo(total.dtype).tiny)))
         return _join_rows(log_z), _join_rows(message)
 

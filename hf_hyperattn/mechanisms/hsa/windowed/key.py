@@ -1,6 +1,6 @@
 """Compute key-tied attention (docs/hsa.md; arXiv 2509.15448).
 
-A reader learns here when the compiled kernel computes a call and when plain torch does; both agree,
+This module shows when the compiled kernel computes a call and when plain torch does; both agree,
 forward and backward.
 
 The kernel (native.py, engines/cpu/listed) computes the means of keys and values over windows once.
@@ -98,24 +98,22 @@ def key_tied(
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
 
     # Choose the implementation.
-    obstacles = {
+    settings = {
         "a mask": mask is not None,
         "a hierarchy that is not of windows": not hierarchy.is_windows,
         "a bias": bias is not None,
         "a sliding window": window is not None and window < key.shape[2],
         "dropout": dropout_p > 0,
         "weights": weights,
-        "refinement where the last window of a level has a single child": not is_causal
-        and any(counts[2])
-        and has_chains(hierarchy),
     }
-    obstacle = next((name for name, there in obstacles.items() if there), None)
+    obstacle = _find_obstacle(settings, hierarchy, any(counts[2]) and not is_causal)
     if backend == "native" and obstacle is not None:
         raise ValueError(
             f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'"
         )
     readable = can_read(query)
     serves = readable and _kernel_serves(query, backend)
+    # Convert to the working dtype, unless the kernel multiplies bfloat16 directly.
     if len({t.dtype for t in (query, key, value)}) > 1 or not native.takes_dtype(query):
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # A tensor that cannot be read is being traced: the operator chooses again when it runs.
@@ -150,6 +148,25 @@ def key_tied(
         query * scale, key, value, hierarchy, counts, block_bias, options, weights, place
     )
     return out, shares
+
+
+def _find_obstacle(
+    settings: dict[str, bool], hierarchy: Hierarchy, refines_both_sides: bool
+) -> str | None:
+    """Return the first part of a call that the kernel cannot compute, or None.
+
+    Args:
+        settings: Parts that the kernel cannot compute, and whether the call has them.
+        hierarchy: Trees over the keys.
+        refines_both_sides: Whether the call refines without being causal.
+    """
+    for name, there in settings.items():
+        if there:
+            return name
+    # Causal windows are continued to the right, so that their last window is complete.
+    if refines_both_sides and has_chains(hierarchy):
+        return "refinement where the last window of a level has a single child"
+    return None
 
 
 def _attend_by_torch(
@@ -253,6 +270,7 @@ def attend_levels(
             levels, counts, block_bias, sink_logit, is_causal, offset, scale
         )
         return native.compute_forward(query, lse=lse, **arguments)
+    # Plain torch computes its own means from the tokens.
     key, value = levels.keys[0], levels.values[0]
     hierarchy = Hierarchy(
         key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops
@@ -393,6 +411,7 @@ def _compute_gradients(
     grad: Tensor, out: Tensor, lse: Tensor, tensors, named: operator.Named, *rest
 ) -> list[Tensor | None] | None:
     """Return the gradients of all tensors, or None to let autograd compute them."""
+    # The backward kernel takes float32 only.
     query, levels, settings, backend = _read_call([t.float() for t in tensors], named, *rest)
     if not _kernel_serves(query, backend):
         return None

@@ -1,6 +1,6 @@
 """Pool keys and values into means of windows, and gradients back.
 
-A reader learns here what the kernel of key-tied attention reads: tokens, and one mean for each
+This module shows what the kernel of key-tied attention reads: tokens, and one mean for each
 window.
 """
 

@@ -1,6 +1,6 @@
 """Call the compiled CPU kernel of key-tied attention.
 
-The kernel is in engines/cpu/listed/windows.cpp. A reader learns here how tensors become the C
+The kernel is in engines/cpu/listed/windows.cpp. This module shows how tensors become the C
 structures of the kernel, forward and backward.
 
 Sums are float32. In a forward pass, tokens and queries may be in half precision, as caches keep
@@ -182,8 +182,10 @@ def compute_forward(
             one. Their scores then round differently than in a backward pass, which might open other
             blocks.
     """
+    # The structure has one field for the dtype of keys and values.
     if keys[0].dtype != values[0].dtype:
         keys, values = ([t.float() for t in tables] for tables in (keys, values))
+    # Queries have the dtype of the tokens, or float32.
     if query.dtype != keys[0].dtype:
         query = query.float()
     width = values[0].shape[-1]
@@ -269,6 +271,7 @@ def pool_windows(
     """
     t = t if t.stride(-1) == 1 else t.contiguous()
     counts = [t.shape[2], *(-(-t.shape[2] // size) for size in sizes)]
+    # The kernel computes the sums of a level from the level below, tokens first.
     tables = [t, *(t.new_empty(*t.shape[:2], n, t.shape[3]) for n in counts[1:])]
     library.core().hyper_windows_pool(
         ctypes.c_void_p(t.data_ptr()),
