@@ -79,7 +79,9 @@ def find_words(text: str) -> list[Starts]:
 
 def find_markdown_sections(text: str) -> list[Starts]:
     """Return sections under headings, one level for each depth of heading."""
-    marks, fence, before = [], None, ""
+    marks: list[tuple[int, int]] = []
+    fence: str | None = None
+    before = ""
     for place, line in number_lines(text):
         mark = FENCE.match(line)
         if mark and (fence is None or line.strip().startswith(fence)):

@@ -287,7 +287,9 @@ def _sort_nodes(parents: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
 
     They are sorted by height, then by their first leaf.
     """
-    nodes, depth, is_leaf = len(parents), _compute_depths(parents), _count_children(parents) == 0
+    nodes = len(parents)
+    depth = _compute_depths(parents)
+    is_leaf = _count_children(parents) == 0
     height = _gather_from_below(parents, depth, torch.zeros_like(parents), "amax", 1)
     numbers = torch.where(is_leaf, torch.arange(nodes), nodes)
     first = _gather_from_below(parents, depth, numbers, "amin")

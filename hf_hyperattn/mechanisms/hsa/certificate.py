@@ -98,7 +98,7 @@ def loss_key(
     options = Options(is_causal=is_causal, window=window)
     total = query.new_zeros(query.shape[:2])
     for rows, logits in _logit_blocks(query, key, scale, bias):
-        part = lambda t, rows=rows: t if t is None else t[..., rows, :]
+        mask_part, bias_part = _select_rows(mask, rows), _select_rows(bias, rows)
         # Only the weights are needed, so the values are a single column.
         _, P = key_tied(
             query[:, :, rows],
@@ -109,8 +109,8 @@ def loss_key(
             offset=rows.start,
             scale=scale,
             window=window,
-            mask=part(mask),
-            bias=part(bias),
+            mask=mask_part,
+            bias=bias_part,
             weights=True,
             **rules,
         )
@@ -118,7 +118,7 @@ def loss_key(
         # The softmax hides the same tokens as tied attention.
         hidden = ~real[:, None, None]
         seen = position_mask(options, (rows.start, rows.stop), (0, length), query.device)
-        for t in (seen, part(mask)):
+        for t in (seen, mask_part):
             hidden = hidden if t is None else hidden | ~t
         full = torch.log_softmax(logits.masked_fill(hidden, float("-inf")), -1)
         # P log P - P log Q. Hidden tokens have P = 0 and log Q = -inf, whose product would be NaN.
@@ -132,6 +132,11 @@ def _find_real_tokens(hierarchy: Hierarchy, query: Tensor) -> Tensor:
     layout = layout_of(hierarchy, len(query), query.device)
     ones = query.new_ones(len(query), 1, query.shape[2])
     return layout.from_leaves(layout.to_leaves(ones))[:, 0] > 0
+
+
+def _select_rows(t: Tensor | None, rows: slice) -> Tensor | None:
+    """Return the rows of a mask or bias [..., N, N], or None."""
+    return t if t is None else t[..., rows, :]
 
 
 def _logit_blocks(

@@ -145,8 +145,10 @@ class HsaConfig(MechanismConfig):
         data, bias = super().to_dict(), self.block_bias
         if self.tuned_length is None:
             del data["tuned_length"]  # Earlier versions do not know this field.
-        text = lambda x: "-inf" if x == -math.inf else x
-        data["block_bias"] = [text(x) for x in bias] if isinstance(bias, tuple) else text(bias)
+        if isinstance(bias, tuple):
+            data["block_bias"] = [_write_infinity(x) for x in bias]
+        else:
+            data["block_bias"] = _write_infinity(bias)
         return data
 
     def unread(self, causal: Collection[bool]) -> str | None:
@@ -214,5 +216,16 @@ def _is_bias(value) -> bool:
 
 def _read_block_bias(value):
     """Return a block bias in which the text "-inf" of JSON is the number."""
-    read = lambda x: -math.inf if x == "-inf" else x
-    return tuple(map(read, value)) if isinstance(value, tuple | list) else read(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(_read_infinity, value))
+    return _read_infinity(value)
+
+
+def _read_infinity(value):
+    """Return a number from JSON, in which -inf is text."""
+    return -math.inf if value == "-inf" else value
+
+
+def _write_infinity(value):
+    """Return a number for JSON, in which -inf is text."""
+    return "-inf" if value == -math.inf else value

@@ -127,7 +127,8 @@ def lay_windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> 
         is_causal: Whether attention is causal. The windows of every text are then continued until
             all are complete, see `trees_of`.
     """
-    number, place, length = texts.number.cpu(), texts.place.cpu(), hierarchy.length
+    number, place = texts.number.cpu(), texts.place.cpu()
+    length = hierarchy.length
     sizes = leave_out_whole_windows(hierarchy.sizes or (), int(place.max()) + 1)
     if not is_causal:
         places = place.masked_fill(number < 0, -1)

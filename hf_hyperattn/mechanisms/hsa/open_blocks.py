@@ -31,9 +31,12 @@ def is_open(first: Any, left: Any, right: Any, near: Any, sinks: Any) -> Any:
         near: A block is open if its distance is less than this number of tokens.
         sinks: Number of first tokens of the text that open the blocks that hold them.
     """
+
     # A block lies on one side of the window. The distance on the other side is negative and always
     # passes.
-    is_within = lambda limit: (left < limit) & (right < limit)
+    def is_within(limit):
+        return (left < limit) & (right < limit)
+
     # With near=0, blocks that share a token with the window must still be open: their distances are
     # below 1.
     return (first < sinks) | is_within(near) | is_within(1)

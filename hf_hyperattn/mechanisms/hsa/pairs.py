@@ -94,12 +94,15 @@ def count_query_pairs(
         queries, keys: Numbers of queries and keys.
         sizes, near, sinks, top_k, is_causal: As in `count_pairs`.
     """
-    count = lambda length: count_pairs(length, tuple(sizes), near, sinks, top_k, is_causal)
+
+    def count_text(length: int) -> int:
+        return count_pairs(length, tuple(sizes), near, sinks, top_k, is_causal)
+
     if is_causal:
         # Windows are continued to the right, so earlier queries have the same logits without the
         # last ones.
-        return count(keys) - count(keys - queries)
-    return count(keys) * queries / keys
+        return count_text(keys) - count_text(keys - queries)
+    return count_text(keys) * queries / keys
 
 
 def count_sibling_pairs(length: int, sizes: Sequence[int]) -> float:

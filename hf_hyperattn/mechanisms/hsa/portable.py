@@ -223,8 +223,10 @@ def key_logits(
         visible: bool [B, 1 or H, N, N].
         rule: Settings of the tying.
     """
-    per_head = lambda x: torch.as_tensor(x, device=query.device).reshape(-1, 1, 1)
-    near, sinks, block_bias = per_head(rule.near), per_head(rule.sinks), per_head(rule.block_bias)
+    settings = (rule.near, rule.sinks, rule.block_bias)
+    near, sinks, block_bias = (
+        torch.as_tensor(x, device=query.device).reshape(-1, 1, 1) for x in settings
+    )
     total = query @ key.mT
     logits = total if bias is None else total + bias
     bottom = levels[0][0] if levels else 1

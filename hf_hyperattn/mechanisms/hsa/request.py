@@ -222,8 +222,7 @@ def _attend_tied_keys(
     stop, dropped = key.shape[2], reading.places.dropped
     by_mask = mask_is_causal(options, request.is_causal)
     if mask is not None and by_mask:
-        most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
-        hierarchy, without_sinks = drop_first_tokens(hierarchy, dropped, most)
+        hierarchy, without_sinks = drop_first_tokens(hierarchy, dropped, _find_largest(rule.sinks))
         # Sinks count from the first leaf. Without the first windows they would open blocks of later
         # tokens.
         rule = replace(rule, sinks=0) if without_sinks else rule
@@ -312,13 +311,17 @@ def check_kept(cache: LayerCache, rule: Rule) -> None:
     keep = cache.keep
     if not isinstance(keep, KeepWindows):
         return
-    largest = lambda x: max(x) if isinstance(x, tuple) else x
-    near, sinks, top_k = map(largest, (rule.near, rule.sinks, rule.refine_top_k))
+    near, sinks, top_k = map(_find_largest, (rule.near, rule.sinks, rule.refine_top_k))
     if near > keep.near or sinks > keep.sinks or top_k:
         raise ValueError(
             f"{EVICTING} keeps {keep.near} near keys and {keep.sinks} first ones, and hsa asks for {near} and {sinks}, "
             f"with refine_top_k={top_k}; allowed: a cache that was made for this model, as it is patched now"
         )
+
+
+def _find_largest(value) -> int:
+    """Return the largest number of all heads."""
+    return max(value) if isinstance(value, tuple) else value
 
 
 def restrict_once(
@@ -459,8 +462,12 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
         repeat_heads(k, heads) if k.shape[1] > 1 else k.expand(-1, heads, -1, -1) for k in keys
     )
     # A sum of products is one product of the joined features.
-    joined = lambda side: torch.cat([t.expand(batch, *t.shape[1:]) for t in side], -1)
-    return joined(queries), joined(keys)
+    return _join_features(queries, batch), _join_features(keys, batch)
+
+
+def _join_features(features: Sequence[Tensor], batch: int) -> Tensor:
+    """Return features of several terms as one tensor, for all rows of the batch."""
+    return torch.cat([t.expand(batch, *t.shape[1:]) for t in features], -1)
 
 
 def _linear_term(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
@@ -526,7 +533,8 @@ def call_operator(
         raise ValueError(
             "hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias"
         )
-    rule, hierarchy, heads = request.rule, request.hierarchy, query.shape[1]
+    rule, hierarchy = request.rule, request.hierarchy
+    heads = query.shape[1]
     block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device)
     extras = {
         "mask": options.mask,
@@ -545,7 +553,6 @@ def call_operator(
     else:
         sizes, parts = operator.flatten_hierarchy(hierarchy)
         length = hierarchy.length
-    by_head = lambda x: list(x) if isinstance(x, tuple) else [x] * heads
     # `_compute_tied` reads these by position.
     numbers = [
         length,
@@ -557,13 +564,18 @@ def call_operator(
         options.is_causal,
         request.weights,  # WEIGHTS
         request.chunk or 0,
-        *by_head(rule.near),
-        *by_head(rule.sinks),
-        *by_head(rule.refine_top_k),
+        *_list_by_head(rule.near, heads),
+        *_list_by_head(rule.sinks, heads),
+        *_list_by_head(rule.refine_top_k, heads),
     ]
     parts = [(name, t) for name, t in extras.items() if t is not None] + parts
     out, weights = operator.call_function("tied", [query, key, value], parts, sizes, numbers, 1.0)
     return out, weights if request.weights else None
+
+
+def _list_by_head(value, heads: int) -> list[int]:
+    """Return one integer per head."""
+    return list(value) if isinstance(value, tuple) else [value] * heads
 
 
 def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tuple[int, ...]:

@@ -113,7 +113,8 @@ def attend_trees(
         Output [B, H, N, dv]; log-sum-exp [B, H, N], +inf if a query sees nothing; weights [B, H, N,
         M] or None.
     """
-    heads, n, same = query.shape[1], query.shape[2], len(trees) == 1
+    heads, n = query.shape[1], query.shape[2]
+    same = len(trees) == 1
     most = BLOCK_ELEMENTS if query.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
     step = max(1, most // max(1, (len(query) if same else 1) * heads * key.shape[2]))
     parts = []
@@ -131,12 +132,21 @@ def attend_trees(
                 parts.append(checkpoint(_attend_block, *inputs, use_reentrant=False))
             else:
                 parts.append(_attend_block(*inputs))
-    count = -(-n // step)  # Blocks of one row, which are in reversed order.
-    join = lambda parts: torch.cat(
-        [torch.cat(parts[i : i + count][::-1], 2) for i in range(0, len(parts), count)]
-    )
     out, lse, weights = zip(*parts, strict=True)
-    return join(out), join(lse), join(weights) if call.weights else None
+    count = -(-n // step)  # Blocks of one row.
+    weights = _join_blocks(weights, count) if call.weights else None
+    return _join_blocks(out, count), _join_blocks(lse, count), weights
+
+
+def _join_blocks(parts: Sequence[Tensor], count: int) -> Tensor:
+    """Return the results of all blocks as one tensor.
+
+    Args:
+        parts: Results by row of the batch, the last block of each row first.
+        count: Number of blocks of a row.
+    """
+    rows = [torch.cat(parts[i : i + count][::-1], 2) for i in range(0, len(parts), count)]
+    return torch.cat(rows)
 
 
 class KeyTree:
@@ -318,7 +328,7 @@ def _attend_block(
         call: Tying and masks.
         rows, block: Rows of the batch, and queries, that `query` holds.
     """
-    options, blocks, per_head = call.options, tree.blocks, lambda t: t[:, None, None]
+    options, blocks = call.options, tree.blocks
     leaves = tree.leaves_of(block.start + options.offset, block.stop + options.offset)
     if options.is_causal:
         # Later tokens are hidden from the whole block: leave out their columns.
@@ -342,7 +352,7 @@ def _attend_block(
     # does not read it.
     attended = find_cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
     if call.block_bias is not None:
-        logits[..., :blocks] += per_head(call.block_bias)
+        logits[..., :blocks] += _align_heads(call.block_bias)
         # A query whose logits are all -inf must have gradient 0, not the NaN of 0 · infinity.
         attended &= ~logits.detach().isneginf()
     logits = torch.where(attended, logits, -torch.inf)
@@ -351,7 +361,7 @@ def _attend_block(
     least = torch.finfo(logits.dtype).min
     lse = at_least(logits.logsumexp(-1, keepdim=True), least)
     if options.sinks is not None:
-        lse = torch.logaddexp(lse, per_head(options.sinks))
+        lse = torch.logaddexp(lse, _align_heads(options.sinks))
     shares = torch.exp(logits - lse)
     lse = lse[..., 0].masked_fill(lse[..., 0] <= least, torch.inf)
     if not (call.weights or options.dropout_p):
@@ -365,6 +375,11 @@ def _attend_block(
     index = tree.tokens.expand_as(shares)
     weights = shares.new_zeros(*shares.shape[:-1], tree.keys).scatter_add_(-1, index, shares)
     return out, lse, weights
+
+
+def _align_heads(numbers: Tensor) -> Tensor:
+    """Return [H, 1, 1] from [H], which broadcasts to logits [B, H, R, nodes]."""
+    return numbers[:, None, None]
 
 
 def find_cover(
@@ -383,12 +398,12 @@ def find_cover(
         leaves: int [R], the leaf of each query.
         call: Tying and masks.
     """
-    blocks, per_head = tree.blocks, lambda t: t[:, None, None]
+    blocks = tree.blocks
     # A block with a hidden token must be open, because its mean would show that token.
     part = (tree.gather_up(seen.int()) < tree.size)[..., :blocks]
     distance = tree.measure_distance(leaves)[:, :blocks]
     by_place = is_open(
-        tree.first[:blocks], distance, distance, per_head(call.near), per_head(call.sinks)
+        tree.first[:blocks], distance, distance, _align_heads(call.near), _align_heads(call.sinks)
     )
     opened = (by_place | part).expand(scores.shape).clone()
     closed = torch.zeros_like(opened)
@@ -405,7 +420,7 @@ def find_cover(
                 .masked_fill(~rest, -torch.inf)
                 .argsort(dim=-1, descending=True, stable=True)
             )
-            best = torch.arange(len(nodes), device=tree.device) < per_head(call.top_k)
+            best = torch.arange(len(nodes), device=tree.device) < _align_heads(call.top_k)
             # Heads with few closed blocks also rank blocks that are not candidates: `rest` removes
             # them.
             best = rest & torch.zeros_like(rest).scatter(-1, order, best.expand(order.shape))

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -215,7 +215,8 @@ class TreeLayout:
         # One tree for all rows keeps the batch axis, which is faster than a forest.
         if len(trees) > 1 and _all_equal(trees, tokens):
             trees, tokens = trees[:1], tokens[:1]
-        self.length, self.batch, self.one = hierarchy.length, batch, len(trees) == 1
+        self.length, self.batch = hierarchy.length, batch
+        self.one = len(trees) == 1
         self.apart = 1 if self.one else batch
         self.tokens = torch.cat(tokens).to(device)
         counts = torch.tensor([t.leaves for t in trees])
@@ -278,12 +279,10 @@ class TreeLayout:
             tree, spare = trees[number], width - families.children.shape[1]
             node = families.children.clamp(min=0)
             # Filling reads and writes the extra place, has size 0, and counts as fixed.
-            wide = lambda t, value, real=families.real, spare=spare: F.pad(
-                torch.where(real, t, value), (0, spare), value=value
-            )
-            places.append(wide(place[number][node], self.nodes))
-            sizes.append(wide(tree.sizes[node], 0))
-            inner.append(wide(node >= tree.leaves, True))
+            fill = partial(_fill_children, real=families.real, spare=spare)
+            places.append(fill(place[number][node], self.nodes))
+            sizes.append(fill(tree.sizes[node], 0))
+            inner.append(fill(node >= tree.leaves, True))
             names = torch.tensor([self.kind_names.index(name) for name in tree.kind_names])
             kinds.append(names[tree.kinds[families.parent]])
         size = torch.cat(sizes).double()[None, None]
@@ -357,6 +356,18 @@ class TreeLayout:
 
 
 Layout = WindowLayout | TreeLayout
+
+
+def _fill_children(values: Tensor, filling, real: Tensor, spare: int) -> Tensor:
+    """Return values of children [F, b + spare], with a filling for children that do not exist.
+
+    Args:
+        values: [F, b].
+        filling: A number.
+        real: bool [F, b], which children exist.
+        spare: Number of columns to add.
+    """
+    return F.pad(torch.where(real, values, filling), (0, spare), value=filling)
 
 
 def _as_slice(places: Tensor) -> Tensor | slice:

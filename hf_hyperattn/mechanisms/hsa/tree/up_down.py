@@ -216,7 +216,10 @@ class UpDown:
             g_rho_above: Gradient of the parents' ρ, [R, K, F, G].
             term: Term of the mean logits, or None.
         """
-        children = lambda buffer: self.layout.read_children(buffer, group)
+
+        def children(buffer) -> Tensor:
+            return self.layout.read_children(buffer, group)
+
         tables = (self.query, self.key, self.value, self.rho, self.log_z)
         q, k, v, rho, log_z = map(children, tables)
         log_z = log_z.masked_fill(log_z.isneginf(), 0.0)
@@ -229,20 +232,19 @@ class UpDown:
         g_k, g_v = torch.zeros_like(k), torch.zeros_like(v)
         g_term = None if term is None else torch.zeros_like(term)
         for rows in row_blocks(group, q):
-            pick = lambda x, rows=rows: x[:, :, :, rows]
-            L = self._family_logits(group, pick(q), k, pick(rho), term, rows)
-            W = L.sub_(pick(log_z)[..., None]).exp_()
-            g = (pick(g_m).flatten(3, 4) @ v.transpose(-1, -2)).unflatten(3, W.shape[3:5])
+            L = self._family_logits(group, q[:, :, :, rows], k, rho[:, :, :, rows], term, rows)
+            W = L.sub_(log_z[:, :, :, rows][..., None]).exp_()
+            g = (g_m[:, :, :, rows].flatten(3, 4) @ v.transpose(-1, -2)).unflatten(3, W.shape[3:5])
             inside = view_diagonal(W, rows).transpose(-1, -2).clone()
-            g_L = g.sub_(pick(pull)[..., None]).mul_(W)
+            g_L = g.sub_(pull[:, :, :, rows][..., None]).mul_(W)
             if group.fixed is not None or group.all_fixed:
                 # The diagonal of inner nodes is ρ, so its gradient goes there and not to q̄ and k̄.
-                g_rho[:, :, :, rows] = pick(g_p) - inside * pick(pull)
+                g_rho[:, :, :, rows] = g_p[:, :, :, rows] - inside * pull[:, :, :, rows]
                 g_L, W = zero_fixed(g_L, group, rows), zero_fixed(W, group, rows)
-            g_v += W.flatten(3, 4).transpose(-1, -2) @ pick(g_m).flatten(3, 4)
+            g_v += W.flatten(3, 4).transpose(-1, -2) @ g_m[:, :, :, rows].flatten(3, 4)
             flat = g_L.flatten(3, 4)
             g_q[:, :, :, rows] = (flat @ k).unflatten(3, g_L.shape[3:5]).mul_(self.scale)
-            g_k += (flat.transpose(-1, -2) @ pick(q).flatten(3, 4)).mul_(self.scale)
+            g_k += (flat.transpose(-1, -2) @ q[:, :, :, rows].flatten(3, 4)).mul_(self.scale)
             if g_term is not None:
                 target = g_term if g_term.shape[3] == 1 else g_term[:, :, :, rows]
                 target += g_L.sum_to_size(target.shape)

@@ -134,10 +134,9 @@ def key_tied(
         return out, None
 
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(
-        mask=four(mask),
-        bias=four(bias),
+        mask=_with_four_axes(mask),
+        bias=_with_four_axes(bias),
         is_causal=is_causal,
         window=window,
         offset=offset,
@@ -148,6 +147,11 @@ def key_tied(
         query * scale, key, value, hierarchy, counts, block_bias, options, weights, place
     )
     return out, shares
+
+
+def _with_four_axes(t: Tensor | None) -> Tensor | None:
+    """Return a mask or bias with missing axes added in front, or None."""
+    return t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
 
 
 def _find_obstacle(

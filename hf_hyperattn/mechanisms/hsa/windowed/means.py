@@ -84,7 +84,9 @@ def unpool_gradients(
         sizes: Window sizes, bottom first.
         starts, stops: First real token of every row, and one past the last.
     """
-    tokens, counts, above = tables[0], torch.tensor(stops) - torch.tensor(starts), None
+    tokens = tables[0]
+    counts = torch.tensor(stops) - torch.tensor(starts)
+    above: Tensor | None = None
     # From the top level down, add to each block the gradient that its parent passes on to each
     # token.
     for level in range(len(sizes), 0, -1):

@@ -123,27 +123,31 @@ def build_call(
     longest = max(stop - start for start, stop in zip(*spans, strict=True)) if spans[0] else 0
     sizes = [size for size in sizes if size < longest]
 
-    # C arrays. The structure holds addresses only, so Python must keep these objects alive during
-    # the call.
+    # The structure holds only addresses of these C arrays, so Python must keep the arrays alive
+    # during the call.
+    starts, stops = spans
+    arrays = {
+        "keys": list_pointers(keys),
+        "values": list_pointers(values),
+        "key_steps": list_strides(keys),
+        "value_steps": list_strides(values),
+        "widths": longs([1, *sizes]),
+        "held": longs(held),
+        "near": longs(near),
+        "sinks": longs(sinks),
+        "top_k": longs(top_k),
+        "starts": longs(starts),
+        "stops": longs(stops),
+    }
+    addresses = {name: ctypes.addressof(array) for name, array in arrays.items()}
     extras = [None if t is None else t.float().contiguous() for t in (block_bias, sink_logit)]
     bias, sink = (None if t is None else t.data_ptr() for t in extras)
-    tables = [list_pointers(keys), list_pointers(values), list_strides(keys), list_strides(values)]
-    arrays = [longs(v) for v in ([1, *sizes], held, near, sinks, top_k, *spans)]
-    widths, held_rows, near_of, sinks_of, top_k_of, starts, stops = map(ctypes.addressof, arrays)
-    key_table, value_table, key_steps, value_steps = map(ctypes.addressof, tables)
-
     call = KernelCall(
         out=out.data_ptr(),
         lse=None if lse is None else lse.data_ptr(),
         query=query.data_ptr(),
         query_steps=tuple(query.stride()[:3]),
         levels=len(sizes),
-        keys=key_table,
-        values=value_table,
-        key_steps=key_steps,
-        value_steps=value_steps,
-        widths=widths,
-        held=held_rows,
         kind=KINDS[keys[0].dtype],
         query_kind=KINDS[query.dtype],
         batch=query.shape[0],
@@ -152,19 +156,15 @@ def build_call(
         queries=query.shape[2],
         dim=query.shape[3],
         value_dim=values[0].shape[3],
-        near=near_of,
-        sinks=sinks_of,
-        top_k=top_k_of,
         block_bias=bias,
         sink_logit=sink,
-        starts=starts,
-        stops=stops,
         is_causal=is_causal,
         offset=offset,
         threads=torch.get_num_threads(),
         scale=scale,
+        **addresses,
     )
-    return call, [extras, arrays, tables]
+    return call, [extras, arrays]
 
 
 def compute_forward(
@@ -234,10 +234,9 @@ def compute_backward(
     call, alive = build_call(query, keys, values, out, lse, **rest)
 
     # The kernel adds to these buffers, so they start at 0.
-    zeros = lambda t: query.new_zeros(t.shape)
-    g_query = zeros(query)
-    g_keys = [*map(zeros, keys)]
-    g_values = [*map(zeros, values)]
+    g_query = query.new_zeros(query.shape)
+    g_keys = [query.new_zeros(t.shape) for t in keys]
+    g_values = [query.new_zeros(t.shape) for t in values]
     # Gradients of block bias and sink by row and head: threads work on different rows and heads,
     # and must not write to the same number.
     g_bias, g_sink = query.new_zeros(2, *query.shape[:2])
