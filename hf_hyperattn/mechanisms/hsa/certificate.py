@@ -84,7 +84,8 @@ def loss_key(
     """Return the loss of `tying="key"`, [B, H], from the attention weights.
 
     Args:
-        query: [B, H, N, d]. key: [B, Hkv, N, d], of the same tokens.
+        query: [B, H, N, d].
+        key: [B, Hkv, N, d], of the same tokens.
         hierarchy: Trees over these tokens; tokens in no tree are padding.
         mask: bool, True = visible, [1 or B, 1 or H, N, N]; needed only if it hides more than
             padding.

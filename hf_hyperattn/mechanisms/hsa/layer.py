@@ -52,7 +52,7 @@ class HsaLayer(SelectionLayer):
         if host is not None and softcap is not None:
             raise ValueError(
                 f"hsa was given {host.name}, whose logits have a softcap (attn_logit_softcapping={softcap}), which is "
-                "not linear in the keys; allowed: hosts without softcap"
+                "not linear in the keys; allowed: attention layers without softcap"
             )
         self.block_bias = self.per_head(host) if rule is not None and rule.tying == "key" else None
 
@@ -90,8 +90,8 @@ class HsaLayer(SelectionLayer):
         is_blended = self.weigh_heads(parameters["gate"], call, rules) is not None
         if asked.cache is not None and asked.cache.keep is not None and is_blended:
             raise ValueError(
-                f"{EVICTING} has forgotten keys that the untied attention beside hsa reads; allowed: a cache that was "
-                "made for this model, as it is patched now, or evict=False"
+                f"{EVICTING} has forgotten keys that full attention reads, with which hsa is blended; allowed: a "
+                "cache that was made for this model, as it is patched now, or evict=False"
             )
         n, m = call.query.shape[2], call.key.shape[2]
         if self.grows and not call.is_causal and options.mask is None and n > 1:

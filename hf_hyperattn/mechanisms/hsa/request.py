@@ -111,7 +111,8 @@ def attend_hierarchically(
     value = repeat_heads(value, key.shape[1])
     if options.softcap is not None:
         raise ValueError(
-            "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
+            "hsa was called with a softcap, which is not linear in the keys; allowed: attention layers without "
+            "softcap"
         )
     exporting = is_exporting() or is_transformed()
     if exporting and portable.supports_call(query, key, options, request):
@@ -119,8 +120,9 @@ def attend_hierarchically(
         return out, shares if request.weights else None
     if is_transformed():
         raise ValueError(
-            "hsa was called inside torch.func's transforms, or for forward-mode derivatives, with what needs more than "
-            "plain operators; allowed: windows over a whole row, a bool mask or none, and refinement where it is causal"
+            "hsa was called inside torch.func's transforms, or for forward-mode derivatives, with options that need "
+            "more than plain operators; allowed: windows over a whole row, a bool mask or none, and refinement if "
+            "causal"
         )
     if not can_read(query, options.mask) and _needs_operator(options, request):
         return call_operator(query, key, value, options, request)
@@ -143,7 +145,9 @@ def attend_tied(
     """Compute `attend_hierarchically` for features whose plain product is the score.
 
     Args:
-        query: Features [B, H, N, e]. key: [B, H or Hkv, M, e]. value: [B, Hkv, M, dv].
+        query: Features [B, H, N, e].
+        key: Features [B, H or Hkv, M, e].
+        value: [B, Hkv, M, dv].
         options: As in `attend_hierarchically`.
         request: As in `attend_hierarchically`.
 
@@ -531,7 +535,7 @@ def call_operator(
         )
     if options.mask is not None and options.mask.requires_grad:
         raise ValueError(
-            "hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias"
+            "hsa with a learned mask cannot be compiled; allowed: learn a position_bias instead"
         )
     rule, hierarchy = request.rule, request.hierarchy
     heads = query.shape[1]

@@ -55,8 +55,10 @@ def attend_both_with_root(
     the means of S over pairs of blocks.
 
     Args:
-        query: [B, H, N, d]. key: [B, Hkv, N, d], Hkv dividing H. value: [B, Hkv, N, dv]. Any
-            floating dtype; arithmetic is float64 if an input is, else float32.
+        query: [B, H, N, d], any floating dtype, as key and value. Arithmetic is float64 if an input
+            is, else float32.
+        key: [B, Hkv, N, d], Hkv dividing H.
+        value: [B, Hkv, N, dv].
         hierarchy: Trees over the N tokens, one for all rows or one per row. Tokens in no tree are
             padding: no token attends to them, and their output is 0.
         scale: Factor of q·k; None: 1/sqrt(d).

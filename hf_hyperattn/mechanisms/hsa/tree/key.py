@@ -102,8 +102,9 @@ def attend_trees(
     """Return output, log-sum-exp and weights of tied attention.
 
     Args:
-        query: [B, H, N, d], scaled. key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. All of the working
-            dtype.
+        query: [B, H, N, d], scaled, in the working dtype, as key and value.
+        key: [B, Hkv, M, d].
+        value: [B, Hkv, M, dv].
         trees: One pair for all rows, or one for each row: the tree, and the token of every leaf,
             int64 [leaves]. No query sees a token beyond the keys (of a tree that is continued to
             the right).
@@ -116,9 +117,12 @@ def attend_trees(
     heads, n = query.shape[1], query.shape[2]
     same = len(trees) == 1
     most = BLOCK_ELEMENTS if query.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
-    step = max(1, most // max(1, (len(query) if same else 1) * heads * key.shape[2]))
+    # Rows with one tree are computed together, rows with different trees one by one.
+    together = len(query) if same else 1
+    row_groups = [slice(None)] if same else [slice(b, b + 1) for b in range(len(query))]
+    step = max(1, most // max(1, together * heads * key.shape[2]))
     parts = []
-    for rows in [slice(None)] if same else [slice(b, b + 1) for b in range(len(query))]:
+    for rows in row_groups:
         tree = KeyTree(*trees[rows.start or 0], key.shape[2], query.device)
         if call.place is not None:
             tree.count_from(call.place[rows.start or 0])

@@ -47,7 +47,8 @@ class UpDown:
         layout: Layout of the hierarchy's nodes.
         scale: Factor of the logits.
         keep_diagonal: Whether a token attends to itself.
-        query: Leaves [R, K, leaves, G, d]. key, value: [R, K, leaves, ...].
+        query: Leaves [R, K, leaves, G, d].
+        key, value: Leaves [R, K, leaves, ...].
         terms: Added to the means of logits.
     """
 

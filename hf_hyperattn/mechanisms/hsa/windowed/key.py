@@ -69,7 +69,8 @@ def key_tied(
     Args:
         query: [B, H, N, d]; query i is token `offset + i`: a full pass, the last N of M tokens, or
             one step.
-        key: [B, Hkv, M, d], Hkv dividing H. value: [B, Hkv, M, dv].
+        key: [B, Hkv, M, d], Hkv dividing H.
+        value: [B, Hkv, M, dv].
         hierarchy: Trees over the M keys, or window sizes. Padding is never seen, and a padded query
             gives 0.
         near, sinks, refine_top_k, block_bias: As in `functional.hierarchical_attention`.

@@ -56,7 +56,8 @@ def pool_levels(
     Without the kernel, only the tokens are returned: plain torch computes means from its own trees.
 
     Args:
-        key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. Any floating dtype; means are float32.
+        key: [B, Hkv, M, d], any floating dtype. Means are float32.
+        value: [B, Hkv, M, dv].
         sizes: Window sizes, bottom first, each dividing the next.
         starts, stops: The real tokens of every row, int64 [B]; windows start at the first one.
             None: all are real.
