@@ -114,13 +114,14 @@ class Hierarchy:
             and not isinstance(parents[0], int)
             and torch.as_tensor(parents[0]).dim()
         )
-        if not several:
-            parents, tokens, kinds = [parents], [tokens], [kinds]
-        kinds_by_row: Any = [None] * len(parents) if kinds is None else kinds
+        rows: Any = parents if several else [parents]
+        tokens_by_row: Any = tokens if several else [tokens]
+        kinds_by_row: Any = kinds if several else [kinds]
+        if kinds_by_row is None:
+            kinds_by_row = [None] * len(rows)
         trees = tuple(
-            Tree.from_parents(p, k, kind_names) for p, k in zip(parents, kinds_by_row, strict=True)
+            Tree.from_parents(p, k, kind_names) for p, k in zip(rows, kinds_by_row, strict=True)
         )
-        tokens_by_row: Any = tokens
         return cls.of_trees(trees, tokens_by_row, length)
 
     @classmethod

@@ -406,6 +406,7 @@ def find_cover(
     # A block with a hidden token must be open, because its mean would show that token.
     part = (tree.gather_up(seen.int()) < tree.size)[..., :blocks]
     distance = tree.measure_distance(leaves)[:, :blocks]
+    # Groups need not be contiguous, so one distance to the nearest leaf stands for both sides.
     by_place = is_open(
         tree.first[:blocks], distance, distance, _align_heads(call.near), _align_heads(call.sinks)
     )
