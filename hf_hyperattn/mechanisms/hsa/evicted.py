@@ -78,8 +78,9 @@ def attend_evicted(
         parts.append((key, value, torch.where(seen, bias, -math.inf)))
     if sink_logit is not None:
         # A key and a value of zeros give the sink's logit no value.
-        nothing = (torch.zeros_like(t[:, :, :1]) for t in parts[0][:2])
-        parts.append((*nothing, by_head(sink_logit, like.dtype).expand(-1, -1, queries, 1)))
+        no_key, no_value = (torch.zeros_like(t[:, :, :1]) for t in parts[0][:2])
+        logit = by_head(sink_logit, like.dtype).expand(-1, -1, queries, 1)
+        parts.append((no_key, no_value, logit))
 
     keys, values, biases = zip(*parts, strict=True)
     batch, heads = (max(b.shape[axis] for b in biases) for axis in (0, 1))
