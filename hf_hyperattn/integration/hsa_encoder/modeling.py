@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceCl
 from transformers.utils import can_return_tuple
 
 from ...hierarchy import Hierarchy
-from ...mechanisms.hsa.tree.both import both
+from ...mechanisms.hsa.tree.both import attend_both
 from ...mechanisms.hsa.tree.pair_terms import SiblingEmbeddings
 from .configuration import HsaEncoderConfig
 
@@ -81,7 +81,9 @@ class HsaAttention(nn.Module):
         if hierarchy is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
-            out = both(q, k, v, hierarchy, keep_diagonal=self.keep_diagonal, siblings=self.siblings)
+            out = attend_both(
+                q, k, v, hierarchy, keep_diagonal=self.keep_diagonal, siblings=self.siblings
+            )
         return self.out(out.to(x.dtype).transpose(1, 2).flatten(2))
 
 
