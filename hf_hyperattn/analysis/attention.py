@@ -50,7 +50,7 @@ class Layer:
         """The weights of the host's own attention on the same queries and keys, [H, N, N]; None without a patch."""
         if self.call is None:
             return None
-        weights = Plan.of(self.call).run(backend="reference", weights=True)[1]
+        weights = Plan.from_call(self.call).run(backend="reference", weights=True)[1]
         return None if weights is None else weights[0]
 
     def layer(self, mechanism: str) -> Any:
@@ -337,7 +337,7 @@ def hsa_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
     """What the queries read, by the definition: for every head and query the closed blocks, each (first token, end),
     and the number of tokens that are read one by one. A head that is not tied has None.
     """
-    plan, part = Plan.of(call), hyper._modules["hsa"]
+    plan, part = Plan.from_call(call), hyper._modules["hsa"]
     for layer in (layer for name, layer in hyper._modules.items() if name != "hsa"):
         plan = layer(plan)
     heads, length = call.query.shape[1], call.key.shape[2]

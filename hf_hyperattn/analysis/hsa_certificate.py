@@ -123,7 +123,7 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
             f"{name} was called with {call.query.shape[2]} queries and {call.key.shape[2]} keys; allowed: a "
             "whole text at once, without a cache"
         )
-    query, key = linear_features(Plan.of(call).score)
+    query, key = linear_features(Plan.from_call(call).score)
     tree = call.keywords.get("hierarchy")
     hierarchy = hierarchy_for(
         config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal

@@ -21,7 +21,7 @@ from ..analysis import perplexity
 from ..analysis.paired import LEVEL, holm, paired
 from ..files import read_json
 from ..inject.kept import fingerprint
-from ..selection import checked
+from ..selection import normalize_choice
 from .compare_training import NONE, Trial, load, survey, train
 from .console import ProgressBar, output, progress, table
 from .inject_task import circumstances, public_name
@@ -73,7 +73,7 @@ def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong in itself, before anything is read."""
     if args.steps is not None and args.budget is not None:
         raise ValueError("--steps and --budget say the same thing; leave one out")
-    args.layers = checked("--layers", args.layers)
+    args.layers = normalize_choice("--layers", args.layers)
     args.mechanisms = [NONE, *(name for name in args.mechanisms if name != NONE)]
     args.dtype = "float32"
     if args.held_out < len(args.text):

@@ -16,7 +16,7 @@ from ..folders import replace_folder
 from ..integration import describe
 from ..integration.checkpoint_files import class_of, errors_as, load_config
 from ..integration.stock import OURS, PATCHED, RUNNING
-from ..selection import checked, numbers
+from ..selection import normalize_choice, resolve_numbers
 from .inputs import MIN_TOKENS, check_folder, quiet, read_text, read_tokenizer, window_of
 
 #: Names of mechanisms, which a config may have as its attention.
@@ -75,9 +75,9 @@ def layers_of(option: str | None, config: Any) -> list[int] | None:
     count = getattr(config.get_text_config(), "num_hidden_layers", 0)
     words = [word.strip() for word in option.split(",")]
     if all(word.lstrip("-").isdecimal() for word in words):
-        chosen = numbers(list(range(count)), tuple(int(word) for word in words))
+        chosen = resolve_numbers(list(range(count)), tuple(int(word) for word in words))
     else:
-        chosen = numbers(list(range(count)), checked("--layers", option))
+        chosen = resolve_numbers(list(range(count)), normalize_choice("--layers", option))
     strange = [n for n in chosen if not 0 <= n < count]
     if strange or not chosen:
         what = f"layer {strange[0]}, which" if strange else "nothing that"

@@ -71,7 +71,9 @@ def times(rules: Sequence[CandidateRule], length: int, like: Tensor) -> dict[Can
     sums = drawn[:, :group].cumsum(2)
     query = (sums[:, :, ALIKE:] - sums[:, :, :-ALIKE]) * ALIKE**-0.5
     key, value = drawn[:, group:, :length].split(1, 1)
-    plan = Plan.of(HostCall(query, key, value, len(like) ** -0.5, True, Options(is_causal=True)))
+    plan = Plan.from_call(
+        HostCall(query, key, value, len(like) ** -0.5, True, Options(is_causal=True))
+    )
     calls: dict[CandidateRule, Callable] = {rules[0].exact(): plan.run}
     for rule in rules:
         config = rule.layer_config([rule] * group, length)

@@ -39,8 +39,8 @@ from ..mechanisms.selection.places import (
     START,
     FirstKey,
     KnownOfMask,
-    before_indexer,
-    within_indices,
+    apply_indices,
+    read_unindexed,
 )
 from ..readable import can_read
 from ..registry import get_mechanism
@@ -240,8 +240,8 @@ def read_visible_keys(
     if mask is not None or torch.compiler.is_compiling():
         first = first_key(module, mask, window, queries, keys)
     if keywords.get("indices") is not None:
-        first = before_indexer(first, mask, len(query), keys)
-        mask = within_indices(mask, keywords["indices"], keys)
+        first = read_unindexed(first, mask, len(query), keys)
+        mask = apply_indices(mask, keywords["indices"], keys)
     if mask is not None and mask.shape[-1] > keys:
         mask = mask[..., :keys]
     hides = position_hides(module)
@@ -386,7 +386,7 @@ def stock_forward(module, query, key, value, attention_mask, weights: bool = Fal
         weights: attention weights are wanted: only the family's eager function has them, so it computes all.
     """
     name = stock_name(module.config)
-    attention_mask = within_indices(attention_mask, keywords.pop("indices", None), key.shape[2])
+    attention_mask = apply_indices(attention_mask, keywords.pop("indices", None), key.shape[2])
     if weights or name == "eager" or keywords.get("softcap") is not None:
         mask = additive_mask(module, query, key, attention_mask, keywords.get("is_causal"))
         return eager_function(type(module))(module, query, key, value, mask, **keywords)

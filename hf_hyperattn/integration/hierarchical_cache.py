@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..mechanisms.selection.cache import Keep, KeepWindows, LayerCache
-from ..mechanisms.sparse.evicted import reaches_of
+from ..mechanisms.sparse.evicted import find_reaches
 from ..mechanisms.sparse.layer import SparseLayer
 from ..readable import is_recorded
 from .checkpoint_config import inner, patched_hosts
@@ -59,7 +59,7 @@ class HierarchicalLayer(DynamicLayer):
         return self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.store.show()
+        keys, values = self.store.show_tokens()
         if self.keep is not None:
             keys, values = ForgottenTokens(keys), ForgottenTokens(values)
         self.keys, self.values = keys, values
@@ -77,7 +77,7 @@ class HierarchicalLayer(DynamicLayer):
 
     def _pick(self, rows: Tensor) -> None:
         if self.get_seq_length() > 0:
-            self.store.pick(rows)
+            self.store.select_rows(rows)
             self._show()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -171,7 +171,7 @@ def _keep(name: str, host) -> KeepWindows | tuple | str:
         facts = host_facts(name, host, 0)
         if not facts.is_causal:
             return "is not causal, and is given no cache"
-        reaches = reaches_of(
+        reaches = find_reaches(
             layer.find_rules(0, facts.heads, facts.heads, is_causal=True), facts.kv_heads
         )
         return (

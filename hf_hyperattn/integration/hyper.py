@@ -14,7 +14,7 @@ from ..config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ..mechanisms.base import Host, HostCall, MechanismLayer
 from ..readable import can_read
 from ..registry import get_mechanism
-from ..selection import head_numbers
+from ..selection import select_heads
 from .attention import Layers
 
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
@@ -42,7 +42,7 @@ class Hyper(Layers):
         self.came_with_model = (
             False  # whether it was built with its model, from a checkpoint or a config
         )
-        heads = None if config.heads is None else head_numbers(config.heads, host.heads, host.name)
+        heads = None if config.heads is None else select_heads(config.heads, host.heads, host.name)
         mechanisms = (
             mechanisms_of(config.mechanisms, self.overrides)
             if self.overrides

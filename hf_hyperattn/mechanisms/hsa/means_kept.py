@@ -49,7 +49,7 @@ class WindowMeans(KeptWithKeys):
     def levels(self, cache: LayerCache) -> Levels:
         """Return the tokens, in the dtype of the cache, and the means of all windows that are complete."""
         # Windows of all levels end where one of the lowest ends.
-        if self.blocks and self.blocks[0].complete(cache.length) != self.blocks[0].counts:
+        if self.blocks and self.blocks[0].count_complete(cache.length) != self.blocks[0].counts:
             below, width = cache.tokens, 1
             for level, size in enumerate(self.sizes):
                 self._complete(level, below, width, cache.length)
@@ -72,14 +72,14 @@ class WindowMeans(KeptWithKeys):
     def _complete(self, level: int, below: Pair, width: int, length: int) -> None:
         """Add the means of windows that became complete, from what they consist of."""
         blocks = self.blocks[level]
-        before, counts = blocks.counts, blocks.complete(length)
+        before, counts = blocks.counts, blocks.count_complete(length)
         blocks.counts = counts
         if counts == before:
             return
         branching, gone = self.sizes[level] // width, below[0].gone
         first = [0] * len(counts) if width > 1 else blocks.starts
         for mean, parts in zip(self.means[level], below, strict=True):
-            mean.extend(max(counts))
+            mean.set_length(max(counts))
             for row, (done, count, start) in enumerate(zip(before, counts, first, strict=True)):
                 inside = slice(start + done * branching - gone, start + count * branching - gone)
                 if count > done:
@@ -122,13 +122,13 @@ class WindowMeans(KeptWithKeys):
             for mean in pair:
                 mean.length = max(blocks.counts)
 
-    def pick(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """See `KeptWithKeys`."""
         self.shown = None
         for blocks, pair in zip(self.blocks, self.means, strict=True):
-            blocks.pick(rows)
+            blocks.select_rows(rows)
             for mean in pair:
-                mean.pick(rows)
+                mean.select_rows(rows)
         self.first = [self.first[row] for row in rows.tolist()]
         self.starts = (
             None if self.starts is None else none_if_zero(self.starts[rows.to(self.starts.device)])
@@ -147,7 +147,7 @@ def levels_of(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None) 
         ValueError: Padding is not where it was, and the cache has forgotten tokens.
     """
     starts = none_if_zero(starts)
-    means = cache.kept("means", lambda: WindowMeans(cache, sizes, starts))
+    means = cache.get_kept("means", lambda: WindowMeans(cache, sizes, starts))
     same = starts is means.starts
     if starts is not None and means.starts is not None:
         same = torch.equal(starts, means.starts)

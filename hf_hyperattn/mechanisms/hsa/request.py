@@ -266,7 +266,7 @@ def restrict_once(
     if real is None:
         return hierarchy
     name = real is reading.real_if_only_padding, is_causal
-    return reading.remember_of(hierarchy, name, lambda: restricted(hierarchy, real, is_causal))
+    return reading.make_once(hierarchy, name, lambda: restricted(hierarchy, real, is_causal))
 
 
 def lay_under_mask(
@@ -281,12 +281,12 @@ def lay_under_mask(
         hierarchy: of the keys that there are, and those that a cache has dropped.
         reading: of the mask.
     """
-    texts = reading.texts(request.chunk, request.position_ids)
+    texts = reading.find_texts(request.chunk, request.position_ids)
     if texts is not None and hierarchy.is_windows:
         if request.chunk is not None:  # position_ids may be others in the next call
             return laid_by_text(hierarchy, texts, request.is_causal), texts.place
         lay = lambda: laid_by_text(hierarchy, texts, request.is_causal)
-        return reading.remember_of(hierarchy, ("texts", request.is_causal), lay), texts.place
+        return reading.make_once(hierarchy, ("texts", request.is_causal), lay), texts.place
     return restrict_once(hierarchy, reading.real_so_far, reading, request.is_causal), None
 
 

@@ -51,7 +51,7 @@ class MklLayer(MechanismLayer):
         score, options, column = plan.score, plan.options, None
         if self.config.kind == "global":
             row = head_weights(self.beta.to(score.dtype), self.heads)
-            row = row if plan.call.heads is None else plan.call.heads.rows(row)
+            row = row if plan.call.heads is None else plan.call.heads.slice_rank(row)
             score = scaled_score(score, row, options)
         else:
             row, column = weights_of(plan.call, self.value_map, score.dtype, self.heads, self.host)
