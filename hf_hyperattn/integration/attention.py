@@ -327,9 +327,9 @@ class Layers(nn.Module):
         else:
             out, attention_weights = plan.run(weights=weights)
         if rank is not None and everything:
-            out = rank.rows(out, 1)
+            out = rank.slice_rank(out, 1)
             attention_weights = (
-                None if attention_weights is None else rank.rows(attention_weights, 1)
+                None if attention_weights is None else rank.slice_rank(attention_weights, 1)
             )
         if (
             torch.is_grad_enabled()

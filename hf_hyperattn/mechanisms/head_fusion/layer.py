@@ -87,7 +87,7 @@ class HeadFusionLayer(MechanismLayer):
             ones = factors.new_ones(*factors.shape[:-1], total)
             factors = ones.index_copy(-1, torch.tensor(self.heads, device=factors.device), factors)
         if rank is not None:
-            factors = rank.rows(factors, -1)
+            factors = rank.slice_rank(factors, -1)
         by_head = factors.transpose(1, 2)[..., None]
         return plan.change(after=(*plan.after, lambda out: weigh(out, by_head)))
 

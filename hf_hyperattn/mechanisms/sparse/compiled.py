@@ -524,7 +524,7 @@ def attend_by_masks(
     """
     every = query.shape[1]
 
-    def select_heads(t: Tensor) -> Tensor:
+    def select_key_heads(t: Tensor) -> Tensor:
         return repeat_heads(t, every)[:, heads]
 
     def select_rows(t: Tensor | None) -> Tensor | None:
@@ -541,12 +541,12 @@ def attend_by_masks(
     # Rules select by the queries and keys of the call. The logits may come from other ones.
     hidden = mask_by_rules(
         query[:, heads],
-        select_heads(key),
+        select_key_heads(key),
         score.scale,
         options,
-        rules.select_heads(heads),
+        rules.select_rules(heads),
         text,
         window,
     )
-    of_heads = dot_score(score.raw_query[:, heads], select_heads(score.raw_key), score.scale)
-    return attention(of_heads, select_heads(value), hidden)[0]
+    of_heads = dot_score(score.raw_query[:, heads], select_key_heads(score.raw_key), score.scale)
+    return attention(of_heads, select_key_heads(value), hidden)[0]

@@ -57,7 +57,7 @@ class HeadRules:
         """Largest number of earlier queries that a rule reads, see `Rule.earlier`."""
         return max(rule.earlier for rule in self.every_rule)
 
-    def select_heads(self, heads: list[int]) -> HeadRules:
+    def select_rules(self, heads: list[int]) -> HeadRules:
         """Return the rules of these heads, in this order."""
         return HeadRules(
             tuple((length, tuple(rules[h] for h in heads)) for length, rules in self.by_length)

@@ -171,7 +171,7 @@ class SparseLayer(SelectionLayer):
                 backend=asked.backend,
                 weights=asked.weights,
             )
-            part_rules = rules.select_heads(part_heads).shorten_lengths(part.tokens[0].gone)
+            part_rules = rules.select_rules(part_heads).shorten_lengths(part.tokens[0].gone)
             part_out, part_weights = self.attend_by_rules(part_asked, part_rules, window)
             out[:, part_heads] = part_out.to(out.dtype)
             if weights is not None and part_weights is not None:
