@@ -113,7 +113,8 @@ def select_layers(hosts: Sequence[tuple[str, Any]], layers: Any) -> list[bool]:
     """Return for each attention layer whether `layers` selects it.
 
     Args:
-        hosts: (stack, `Host`) of each attention layer. Encoder and decoder are two stacks.
+        hosts: (stack, `Host`) of each attention layer. A stack is the layer's module name without
+            its number, so encoder and decoder are two stacks.
         layers: The selection. Numbers and names count within each stack.
 
     Raises:
@@ -124,8 +125,7 @@ def select_layers(hosts: Sequence[tuple[str, Any]], layers: Any) -> list[bool]:
         return [True] * len(hosts)
     if callable(layers):
         return [bool(layers(host)) for _, host in hosts]
-    # The layer numbers of each stack, in order. Self- and cross-attention of one layer share a
-    # number.
+    # The layer numbers of each stack, in order, each once.
     stacks: dict[str, list[int]] = {}
     for stack, host in sorted(hosts, key=lambda pair: pair[1].layer_index):
         if host.layer_index not in stacks.setdefault(stack, []):

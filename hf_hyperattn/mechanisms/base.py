@@ -262,7 +262,9 @@ class MechanismLayer(nn.Module):
         self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None
     ):
         super().__init__()
-        self.config, self.mode, self.heads = config, mode, heads
+        self.config = config
+        self.mode = mode
+        self.heads = heads
         #: Warnings that were logged. All layers of a patched model share one set
         #: (integration/attach.py).
         self.warned: set[str] = set()

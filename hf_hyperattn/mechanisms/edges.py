@@ -76,6 +76,7 @@ def edge_attention(
 
 
 def _dot_product(query: Tensor, key: Tensor) -> Tensor:
+    """Return q·k / sqrt(d), the default score."""
     return query @ key.mT * query.shape[-1] ** -0.5
 
 
@@ -88,7 +89,7 @@ def _check_edges(edges: Tensor, targets: int, sources: int, values: int) -> None
         )
     if values != sources:
         raise ValueError(f"value has {values} nodes, key has {sources}; they must be equal")
-    # `index_add` and indexing would only fail with an assertion on a GPU.
+    # On a GPU, a wrong index would end in a device assertion, after which CUDA is unusable.
     for row, (name, count) in zip(edges, (("key", sources), ("query", targets))):
         if row.numel() and not bool(((row >= 0) & (row < count)).all()):
             wrong = row[(row < 0) | (row >= count)][0].item()

@@ -111,6 +111,7 @@ class SelectionLayer(MechanismLayer):
         """
 
     def change(self, plan: Plan) -> Plan:
+        """See `MechanismLayer.change`."""
         # Read parameters here: offloading removes them when this call returns, and the plan runs
         # later.
         parameters = {name: getattr(self, name) for name in self.learned}
@@ -203,4 +204,5 @@ class SelectionLayer(MechanismLayer):
         return gate if gate is None or heads is None else gate * heads
 
     def identical(self) -> bool:
+        """See `MechanismLayer.identical`: a gate of 0 leaves full attention."""
         return self.gate is not None and not bool(self.gate.any())

@@ -100,7 +100,7 @@ def attend(
 
 
 def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:
-    """Bool [B, N, N]: which tokens are of one text, as `Reading.texts` has it.
+    """Bool [B, N, N]: which tokens are of one text, as `Reading.find_texts` has it.
 
     Args:
         visible: bool [B, N, N], which real tokens see each other.

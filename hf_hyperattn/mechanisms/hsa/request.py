@@ -50,7 +50,7 @@ class Request:
         evicted: whether a cache that is of no use to this call has not kept all keys: those of the call then are
             placeholders.
         chunk: after every so many tokens of a row the host's own attention begins again; 1 where it may hide any.
-        position_ids: int64 [B|1, N] of the call, see `Reading.texts`.
+        position_ids: int64 [B|1, N] of the call, see `Reading.find_texts`.
         scale: what products of queries and keys are multiplied with.
     """
 

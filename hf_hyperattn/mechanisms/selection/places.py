@@ -248,6 +248,7 @@ class Reading:
         return self.places.stop
 
     def _find_places(self) -> Places:
+        """Return where queries and keys stand."""
         start = self._find_start()
         return Places(
             batch=self.batch,
@@ -350,7 +351,9 @@ class Reading:
         return self.read_once("real if only padding", self._find_real_if_only_padding)
 
     def _find_real_if_only_padding(self) -> Tensor | None:
-        mask, stop, first = self.mask, self.stop, self.first
+        """Compute `real_if_only_padding`."""
+        mask, first = self.mask, self.first
+        stop = self.stop
         # A row that lost its first tokens is not whole.
         if mask is None or first.index:
             return None
@@ -394,7 +397,9 @@ class Reading:
         return self.read_once(("shows by place", window), lambda: self._shows_by_place(window))
 
     def _shows_by_place(self, window: int | None) -> bool:
-        mask, places, keys = self.given, self.places, self.keys
+        """Compute `shows_by_place`."""
+        mask, places = self.given, self.places
+        keys = self.keys
         key = torch.arange(keys, device=mask.device)
         own = torch.arange(self.queries, device=mask.device)[:, None] + places.start
         expected = key <= own
@@ -534,6 +539,8 @@ class Reading:
         return starts
 
     def _number_texts(self, starts: Tensor) -> Texts:
+        """Return the texts of rows, given bool [B|1, N], the queries at which further texts
+        begin."""
         real = self._real_keys()
         number = starts.cumsum(1).masked_fill(~real, -1)
         place = real.cumsum(1) - 1

@@ -101,7 +101,9 @@ class SparseLayer(SelectionLayer):
             rules: Of its heads.
             window: Sliding window of the attention layer; None: none.
         """
-        call, score, value, options = asked.call, asked.score, asked.value, asked.options
+        call = asked.call
+        score, value = asked.score, asked.value
+        options = asked.options
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
         text = read_text(call.query, call.key, reading, rules, self.find_earlier_queries(call))
         # The kernel returns no weights, and cannot run what other mechanisms put in place of
