@@ -34,7 +34,7 @@ from hf_hyperattn.inject import (
     retrieval,
 )
 from hf_hyperattn.inject.causal import POWERS
-from hf_hyperattn.inject.costs import cost_of
+from hf_hyperattn.inject.costs import resolve_cost
 from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.integration import patch_model, unpatch_model
 
@@ -198,7 +198,7 @@ class Choices:
     def times(self, cell: Cell) -> list[float]:
         """What each of these rules takes, over stock's attention, measured here and now."""
         rules = [self.rules[i] for i in self.rules_of(cell)]
-        cost = cost_of(
+        cost = resolve_cost(
             "time", rules, self.length, torch.empty(KEY_HEADS, 64)
         )  # three query heads on each
         return [cost(rule, self.length) for rule in rules]

@@ -1,4 +1,7 @@
-"""Measures of a model: how well it predicts a text, how fast it is, how much memory it takes, which heads it uses."""
+"""Measurements of a model: perplexity, speed, memory, attention, and the use of heads.
+
+Each module has one kind of measurement; the names below are the public ones.
+"""
 
 from .attention import attention_report
 from .cost import Generation, PeakMemory, measure_generation

@@ -1,4 +1,7 @@
-"""What a model costs: peak memory while something runs, the speed of generation, the time of attention alone."""
+"""Cost of running a model: peak memory, speed of generation, and time of attention only.
+
+Read `PeakMemory`, `measure_generation` and `attention_times`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
-import psutil  # type: ignore[import-untyped]  # comes with accelerate
+import psutil  # type: ignore[import-untyped]  # installed with accelerate
 import torch
 from torch import nn
 
@@ -20,11 +23,11 @@ from .perplexity import evaluation_mode
 
 
 class PeakMemory:
-    """The most memory in use while a block runs, in bytes.
+    """Measure the peak memory in bytes while a block runs.
 
-    On a CUDA device that is what torch's allocator held at most on it. On a CPU it is the largest resident
-    size of the process, sampled in a thread of its own, so a peak shorter than `interval` may be missed; what
-    was resident before the block counts, since a model's weights are part of what it needs.
+    On a CUDA device, this is the peak of torch's allocator. On a CPU, it is the largest resident
+    size of the process. A thread samples it, so a peak shorter than `interval` may be missed.
+    Memory that was in use before the block counts, because a model needs its weights, too.
 
     Example::
 
@@ -33,8 +36,12 @@ class PeakMemory:
         print(memory.peak, memory.added)
 
     Args:
-        device: where the model is.
-        interval: seconds between samples.
+        device: Device of the model.
+        interval: Seconds between samples on a CPU.
+
+    Attributes:
+        start: Bytes in use when the block began.
+        peak: Largest number of bytes in use.
     """
 
     def __init__(self, device: torch.device | str = "cpu", interval: float = 0.005):
@@ -44,10 +51,11 @@ class PeakMemory:
 
     @property
     def added(self) -> int:
-        """Bytes above what was in use when the block began."""
+        """Return the bytes above the amount in use when the block began."""
         return self.peak - self.start
 
     def __enter__(self) -> PeakMemory:
+        # Garbage from earlier work would otherwise count as memory of the block.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -56,7 +64,7 @@ class PeakMemory:
         self._process = psutil.Process()
         self.start = self.peak = self._process.memory_info().rss
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._watch_memory, daemon=True)
         self._thread.start()
         return self
 
@@ -66,26 +74,32 @@ class PeakMemory:
             return
         self._stop.set()
         self._thread.join()
-        self._sample()
+        # The thread may have waited since its last sample.
+        self._sample_memory()
 
-    def _watch(self) -> None:
+    def _watch_memory(self) -> None:
         while not self._stop.wait(self.interval):
-            self._sample()
+            self._sample_memory()
 
-    def _sample(self) -> None:
+    def _sample_memory(self) -> None:
         self.peak = max(self.peak, self._process.memory_info().rss)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What `measure_generation` saw: the new token ids, and the seconds they took."""
+    """Result of `measure_generation`.
+
+    Args:
+        ids: Ids of the new tokens.
+        seconds: Time of the whole generation.
+    """
 
     ids: tuple[int, ...]
     seconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens a second; the prompt's own pass is part of the time."""
+        """Return new tokens per second. The time includes the pass over the prompt."""
         return len(self.ids) / self.seconds
 
 
@@ -97,26 +111,23 @@ def measure_generation(
     *,
     on_token: Callable[[], None] | None = None,
 ) -> Generation:
-    """Greedy generation with the cache, timed.
+    """Generate greedily with the cache and measure the time.
 
     Args:
-        model: a causal LM of Transformers; left in the mode it was found in.
-        prompt: token ids, at least one.
-        new_tokens: how many to generate at most, at least one; the model may stop earlier.
-        on_token: called after every new token.
+        model: A causal Transformers model. Its mode (training or not) is restored afterwards.
+        prompt: Token ids, at least one.
+        new_tokens: Largest number of tokens to generate, at least one. The model may stop earlier.
+        on_token: Called after every new token.
 
     Raises:
-        ValueError: for an empty prompt or `new_tokens` below one.
+        ValueError: The prompt is empty, or `new_tokens` is below one.
     """
     if not prompt or new_tokens < 1:
         raise ValueError(
             f"prompt of {len(prompt)} tokens, new_tokens={new_tokens}; allowed: at least 1 each"
         )
-    device, config = next(model.parameters()).device, cast(Any, model).generation_config
+    device = next(model.parameters()).device
     ids = torch.tensor([prompt], device=device)
-    # a batch of one is never padded, but `generate` warns where no id is given for it
-    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-    pad = next((i for i in (config.pad_token_id, eos) if i is not None), 0)
     with evaluation_mode(model):
         start = time.perf_counter()
         out = cast(Any, model).generate(
@@ -125,23 +136,36 @@ def measure_generation(
             max_new_tokens=new_tokens,
             do_sample=False,
             use_cache=True,
-            pad_token_id=pad,
+            pad_token_id=find_pad_token(model),
             streamer=_Streamer(on_token) if on_token else None,
         )
+        # CUDA kernels run asynchronously; wait for them before reading the clock.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
     return Generation(tuple(out[0, len(prompt) :].tolist()), seconds)
 
 
+def find_pad_token(model: nn.Module) -> int:
+    """Return a token id for padding.
+
+    A batch of one is never padded, but `generate` warns if it gets no id.
+    """
+    config = cast(Any, model).generation_config
+    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    return next((token for token in (config.pad_token_id, eos) if token is not None), 0)
+
+
 class _Streamer:
-    """What `generate` calls with the prompt, then with every new token."""
+    """Call a function for every new token. `generate` calls `put` with the prompt first."""
 
     def __init__(self, on_token: Callable[[], None]):
-        self.on_token, self.puts = on_token, 0
+        self.on_token = on_token
+        self.puts = 0
 
     def put(self, ids: torch.Tensor) -> None:
         self.puts += 1
+        # The first call brings the prompt.
         if self.puts > 1:
             self.on_token()
 
@@ -150,27 +174,39 @@ class _Streamer:
 
 
 def patched_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name of every patched attention layer, and its `hyper`."""
+    """Yield the name of every patched attention layer, and its patch (`hyper`)."""
     return ((name, inner(host.get_submodule("hyper"))) for name, host in patched_hosts(model))
 
 
 def attention_times(model: nn.Module, ids: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a pass over `ids`, [N] or [B, N], in all patched layers: by their own attention, and as patched."""
-    base, stock_times, times = base_model(model), [], []
+    """Measure the time of all patched attention layers in one pass.
 
-    def hook(module, arguments):
-        call, _, stock = arguments
+    Args:
+        model: A patched model.
+        ids: Token ids [N] or [B, N].
+
+    Returns:
+        Seconds of their original attention, and seconds of the patched attention.
+    """
+    base = base_model(model)
+    original_times: list[float] = []
+    patched_times: list[float] = []
+
+    def time_layer(module, arguments):
+        call, _, run_original = arguments
+        # Both in the same layer, one after the other, so that other work on the machine slows both.
         start = time.perf_counter()
-        stock()
+        run_original()
         middle = time.perf_counter()
+        # `forward` instead of a call of the module: a call would run this hook again.
         module.forward(call)
-        stock_times.append(middle - start)
-        times.append(time.perf_counter() - middle)
+        original_times.append(middle - start)
+        patched_times.append(time.perf_counter() - middle)
 
     with ExitStack() as stack:
         for _, hyper in patched_layers(base):
-            stack.enter_context(hyper.register_forward_pre_hook(hook))
+            stack.enter_context(hyper.register_forward_pre_hook(time_layer))
         stack.enter_context(evaluation_mode(base))
         stack.enter_context(torch.no_grad())
         base.base_model(ids if ids.dim() == 2 else ids[None])
-    return sum(stock_times), sum(times)
+    return sum(original_times), sum(patched_times)

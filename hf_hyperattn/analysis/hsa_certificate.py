@@ -1,8 +1,9 @@
-"""What hierarchical attention would lose in a model, before anything is changed: layer by layer and head by head.
+"""Measure what hierarchical self-attention (HSA) would lose in a model, before changing anything.
 
-The loss of a head is the mean over tokens of KL(tied attention ‖ its own attention), in nats, measured on the queries
-and keys that the model computes for an input. With tying="both" it is a certificate: no attention that is constant on
-the hierarchy's blocks comes closer (arXiv 2509.15448; math in docs/hsa.md).
+The loss of a head is KL(tied attention ‖ its own attention) in nats, averaged over tokens. It is
+measured on the queries and keys that the model computes for an input. With tying="both" it is a
+certificate: no attention that is constant on the hierarchy's blocks comes closer (arXiv 2509.15448;
+math in docs/hsa.md).
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from .perplexity import evaluation_mode
 
 @dataclass(frozen=True)
 class LayerLoss:
-    """What one layer loses.
+    """Loss of one attention layer.
 
     Args:
-        name: of the attention module.
-        heads: for every query head the mean over tokens of KL(tied ‖ own attention), in nats.
-        tokens: how many the mean is over.
+        name: Name of the attention module.
+        heads: For every query head, KL(tied ‖ own attention) in nats, averaged over tokens.
+        tokens: Number of tokens.
     """
 
     name: str
@@ -46,7 +47,7 @@ class LayerLoss:
 
     @property
     def mean(self) -> float:
-        """Mean over heads."""
+        """Return the mean over heads."""
         return sum(self.heads) / len(self.heads)
 
 
@@ -58,46 +59,49 @@ def certificate(
     hierarchy: Hierarchy | Tensor | None = None,
     layers: Choice = None,
 ) -> list[LayerLoss]:
-    """The loss of every layer and head of a model on an input, were its attention tied as `config` says.
+    """Measure the loss of every layer and head if its attention were tied as in `config`.
 
-    The model runs once, with its own attention, and is left as it was found.
+    The model runs once, with its own attention, and is left unchanged.
 
     Args:
-        model: any model that `patch_model` takes, not patched.
-        inputs: the model's arguments, such as a tokenizer returns them; or token ids [B, N].
-        config: windows, tying, near, ...; None: `HsaConfig()`.
-        hierarchy: in place of the windows.
-        layers: as in `patch_model`.
+        model: An unpatched model that `patch_model` accepts.
+        inputs: Keyword arguments of the model, as a tokenizer returns them, or token ids [B, N].
+        config: Settings of the tying. None: `HsaConfig()`.
+        hierarchy: Used instead of the windows of `config`. None: use the windows.
+        layers: Selection of layers, as in `patch_model`. None: all layers.
 
     Returns:
-        One `LayerLoss` a layer, in the model's order.
+        One `LayerLoss` per layer, in the order of the model.
 
     Raises:
-        ValueError: the model is patched, or its attention is of a kind that hierarchical attention does not allow.
+        ValueError: The model is patched, or its attention does not allow HSA.
     """
     config = config or HsaConfig()
-    arguments: dict[str, Any] = (
+    base = base_model(model)
+    keywords: dict[str, Any] = (
         dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
     )
-    base = base_model(model)
     if hierarchy is not None:
-        arguments["hierarchy"] = hierarchy
+        keywords["hierarchy"] = hierarchy
     losses: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
-    def hook(_, arguments, keywords, name: str) -> None:
-        call = arguments[0] if arguments else keywords["call"]
+    def add_loss(_, arguments, call_keywords, name: str) -> None:
+        call = arguments[0] if arguments else call_keywords["call"]
         loss, tokens = call_loss(call, config, name)
+        # A layer may be called more than once, for example if layers share weights.
         losses[name] = losses.get(name, torch.zeros_like(loss)) + loss
         counts[name] = counts.get(name, 0) + tokens
 
+    # With gates at 0, the patched model still computes its own attention.
     patch_model(model, config, layers=layers)
     try:
         hypers = dict(patched_layers(base))
-        for name, hyper in hypers.items():  # the hooks go with the modules they are on
-            hyper.register_forward_pre_hook(partial(hook, name=name), with_kwargs=True)
+        # Unpatching removes these modules, and the hooks with them.
+        for name, hyper in hypers.items():
+            hyper.register_forward_pre_hook(partial(add_loss, name=name), with_kwargs=True)
         with evaluation_mode(base), torch.no_grad():
-            base(**arguments)
+            base(**keywords)
     finally:
         unpatch_model(model)
     for name in hypers:
@@ -110,76 +114,105 @@ def certificate(
 
 
 def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int]:
-    """The loss of one call: sums over tokens and rows for every head, float64 [H], and the number of tokens."""
+    """Compute the loss of one call.
+
+    Args:
+        call: The call of an attention layer.
+        config: Settings of the tying.
+        name: Name of the layer, for errors.
+
+    Returns:
+        For every head, the sum over tokens and rows, float64 [H], and the number of tokens.
+
+    Raises:
+        ValueError: The loss is not defined for this call.
+    """
     rule = config.rule(call.is_causal, call.query.shape[1], name)
-    options = call.options
-    for what, there in (("softcap", options.softcap), ("attention sinks", options.sinks)):
-        if there is not None:
-            raise ValueError(
-                f"{name} has {what}, for which the loss is not defined; allowed: layers without"
-            )
-    if call.query.shape[2] != call.key.shape[2]:
-        raise ValueError(
-            f"{name} was called with {call.query.shape[2]} queries and {call.key.shape[2]} keys; allowed: a "
-            "whole text at once, without a cache"
-        )
+    check_call(call, name)
     query, key = linear_features(Plan.from_call(call).score)
     tree = call.keywords.get("hierarchy")
     hierarchy = hierarchy_for(
         config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal
     )
-    mask, place = options.mask, None
+    mask, place = call.options.mask, None
     if mask is not None:
         reading = call.read_mask()
         real = reading.real_if_only_padding
         if real is not None:
-            hierarchy, mask = restricted(hierarchy, real), None
+            # A mask that only marks padding is the same as a hierarchy of the real tokens.
+            hierarchy = restricted(hierarchy, real)
+            mask = None
         elif rule.tying == "key":
             request = Request(hierarchy, rule, is_causal=False, chunk=call.chunk)
             hierarchy, place = lay_under_mask(hierarchy, reading, request)
     if rule.tying == "both":
-        loss = _both(query, key, hierarchy, rule, call, mask)
+        loss = measure_both(query, key, hierarchy, rule, call, mask)
     else:
-        loss = _key(query, key, hierarchy, rule, call, mask, place)
-    return loss.sum(0), sum(len(hierarchy.tokens_of(row)) for row in range(len(query)))
+        loss = measure_key(query, key, hierarchy, rule, call, mask, place)
+    tokens = sum(len(hierarchy.tokens_of(row)) for row in range(len(query)))
+    return loss.sum(0), tokens
 
 
-def _both(
-    query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None
+def check_call(call: HostCall, name: str) -> None:
+    """Raise ValueError if the loss is not defined for a call."""
+    options = call.options
+    for feature, value in (("softcap", options.softcap), ("attention sinks", options.sinks)):
+        if value is not None:
+            raise ValueError(
+                f"{name} has {feature}, so the loss is not defined; allowed: layers without"
+            )
+    if call.query.shape[2] != call.key.shape[2]:
+        raise ValueError(
+            f"{name} was called with {call.query.shape[2]} queries and {call.key.shape[2]} keys; "
+            "allowed: a whole text at once, without a cache"
+        )
+
+
+def measure_both(
+    query: Tensor,
+    key: Tensor,
+    hierarchy: Hierarchy,
+    rule: Rule,
+    call: HostCall,
+    mask: Tensor | None,
 ) -> Tensor:
+    """Return the loss [B, H] of tying queries and keys."""
     if mask is not None:
-        real_tokens(mask, query.shape[2])  # raises: this mask hides more than padding
+        # This raises the error for a mask that hides more than padding.
+        real_tokens(mask, query.shape[2])
     if call.options.window is not None:
         raise ValueError("tying='both' has no meaning under a sliding window; allowed: tying='key'")
     bias = call.options.bias
+    # The features already contain the scale, so the factor of the logits is 1.
     return loss_both(
         query, key, hierarchy, 1.0, keep_diagonal=rule.keep_diagonal, position_bias=bias
     )
 
 
-def _key(
-    query,
-    key,
+def measure_key(
+    query: Tensor,
+    key: Tensor,
     hierarchy: Hierarchy,
     rule: Rule,
     call: HostCall,
     mask: Tensor | None,
     place: Tensor | None,
 ) -> Tensor:
+    """Return the loss [B, H] of tying keys."""
     mask = None if mask is None else read_visible(mask)
-    options = {
-        name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")
-    }
-    is_causal = call.is_causal and mask is None
     return loss_key(
         query,
         key,
         hierarchy,
         1.0,
-        is_causal=is_causal,
+        # The 4D masks of Transformers include causality.
+        is_causal=call.is_causal and mask is None,
         window=call.options.window,
         mask=mask,
         position_bias=call.options.bias,
         place=place,
-        **options,
+        near=rule.near,
+        sinks=rule.sinks,
+        refine_top_k=rule.refine_top_k,
+        block_bias=rule.block_bias,
     )

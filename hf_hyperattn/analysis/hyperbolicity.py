@@ -1,4 +1,8 @@
-"""Are points arranged like a tree? Gromov's delta of a sample, and whether norms follow a frequency or a depth."""
+"""Measure whether points lie like the nodes of a tree, and whether a quantity follows another.
+
+`hyperbolicity` estimates Gromov's delta from samples, and `rank_correlation` compares norms with a
+frequency or a depth.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: Random quadruples that share one sample of points.
+BATCH = 1000
+#: Points of such a sample.
+BATCH_POINTS = 100
+#: Smallest divisor; it makes the result 0 if all points of a sample coincide.
+TINY = torch.finfo(torch.float64).tiny
+
 
 @dataclass(frozen=True)
 class Hyperbolicity:
-    """How far points are from a tree: 0 for every tree, 1 at most.
+    """Distance of points from a tree: 0 for every tree, at most 1.
 
     Args:
-        largest: 2 delta / diameter of a sample of `size` points, delta over all its quadruples; the mean over samples.
-            It grows with `size`: compare at equal size, and beside a control such as `shuffled`.
-        largest_deviation: the standard deviation over samples.
-        mean: the mean over random quadruples of all points of their own 2 delta / diameter.
-        mean_error: its standard error.
-        size: points of a sample, or all where there are fewer.
-        draws: number of samples.
+        largest: 2·delta / diameter of a sample of `size` points, averaged over samples. Delta is
+            the largest over all quadruples of a sample, so it grows with `size`: compare it only
+            at equal size, and with a control such as `shuffled`.
+        largest_deviation: Standard deviation of this value over samples.
+        mean: 2·delta / diameter of single quadruples, averaged over random quadruples of all
+            points.
+        mean_error: Standard error of `mean`.
+        size: Number of points of a sample, or of all points if there are fewer.
+        draws: Number of samples.
     """
 
     largest: float
@@ -34,7 +47,14 @@ class Hyperbolicity:
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's rank correlation of `count` pairs, and its 95 % interval (Bonett and Wright 2000)."""
+    """Spearman's rank correlation with its 95 % interval (Bonett and Wright 2000).
+
+    Args:
+        value: The correlation.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        count: Number of pairs.
+    """
 
     value: float
     low: float
@@ -43,29 +63,34 @@ class Correlation:
 
 
 def euclidean(a: Tensor, b: Tensor) -> Tensor:
-    """Distances of points [m, d] and [k, d], as [m, k]; exact for near ones, as torch.cdist by itself is not."""
+    """Return the distances [m, k] of points [m, d] and [k, d], float64."""
+    # By default, torch.cdist uses matrix products, which are inexact for points close together.
     return torch.cdist(a.double(), b.double(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def gromov_delta(distances: Tensor) -> float:
-    """Gromov's delta of a finite metric space, exactly: the largest, over quadruples, of half the difference of the two
-    larger ones of d(a,b) + d(c,d), d(a,c) + d(b,d) and d(a,d) + d(b,c).
+    """Compute Gromov's delta of a finite metric space, exactly.
+
+    For four points, sort d(a,b) + d(c,d), d(a,c) + d(b,d) and d(a,d) + d(b,c). Half the difference
+    of the two largest is the delta of these points. The result is the largest over all quadruples.
 
     Args:
         distances: [n, n], symmetric, 0 on the diagonal. Time grows as n⁴: 0.3 s for 100 points.
 
     Raises:
-        ValueError: it is no square matrix, or holds numbers that are not finite.
+        ValueError: The matrix is not square, or holds numbers that are not finite.
     """
     if distances.ndim != 2 or distances.shape[0] != distances.shape[1]:
         raise ValueError(f"distances has the shape {tuple(distances.shape)}; allowed: [n, n]")
     if not distances.isfinite().all():
         raise ValueError("distances holds inf or nan; allowed: finite numbers")
-    distances, delta = distances.double(), 0.0
+    distances = distances.double()
+    delta = 0.0
     for base in distances:
-        products = (
-            base[:, None] + base - distances
-        ) / 2  # of every two points, as seen from this one
+        # Gromov products (x|y) = (d(x,w) + d(y,w) - d(x,y)) / 2 with the base point w.
+        products = (base[:, None] + base - distances) / 2
+        # Delta with base w is the largest of min((x|z), (z|y)) - (x|y). The max-min product over z
+        # runs row by row, so that no [n, n, n] tensor is needed.
         best = torch.full_like(products, -torch.inf)
         for row in products:
             best = torch.maximum(best, torch.minimum(row[:, None], row))
@@ -81,100 +106,111 @@ def hyperbolicity(
     quadruples: int = 20_000,
     seed: int = 0,
 ) -> Hyperbolicity:
-    """How far points are from lying on a tree, by samples of them.
+    """Estimate how far points are from lying on a tree.
 
     Args:
-        points: [n, ...], one point a row, n >= 4.
-        distance: of points [m, ...] and [k, ...], as [m, k].
-        size: points of a sample, of which all quadruples are looked at; at least 4.
-        draws: number of samples; 1 where a sample is all points.
-        quadruples: number of random quadruples for the mean.
-        seed: of what is drawn.
+        points: [n, ...], one point per row, n >= 4.
+        distance: Maps points [m, ...] and [k, ...] to distances [m, k].
+        size: Number of points of a sample, at least 4. All its quadruples are considered.
+        draws: Number of samples. If a sample is all points, only one is drawn.
+        quadruples: Number of random quadruples for the mean.
+        seed: Seed of the samples and quadruples.
 
     Raises:
-        ValueError: there are fewer than 4 points, or samples of fewer.
+        ValueError: There are fewer than 4 points, or `size` is below 4, or `draws` is below 1.
     """
     if min(len(points), size) < 4 or draws < 1:
         raise ValueError(
             f"{len(points)} points, size={size}, draws={draws}; allowed: at least 4, 4 and 1"
         )
-    draw = torch.Generator().manual_seed(seed)
-    draws, size = (draws, size) if size < len(points) else (1, len(points))
+    generator = torch.Generator().manual_seed(seed)
+    if size >= len(points):
+        size = len(points)
+        draws = 1
     found = []
     for _ in range(draws):
-        sample = points[torch.randperm(len(points), generator=draw)[:size]]
+        sample = points[torch.randperm(len(points), generator=generator)[:size]]
         distances = distance(sample, sample)
-        found.append(
-            2
-            * gromov_delta(distances)
-            / max(distances.max().item(), torch.finfo(torch.float64).tiny)
-        )
+        found.append(2 * gromov_delta(distances) / max(distances.max().item(), TINY))
     largest = torch.tensor(found, dtype=torch.float64)
-    of_four = _of_quadruples(points, distance, quadruples, draw)
+    single = measure_quadruples(points, distance, quadruples, generator)
     return Hyperbolicity(
-        largest.mean().item(),
-        largest.std().item() if draws > 1 else 0.0,
-        of_four.mean().item(),
-        (of_four.std() / len(of_four) ** 0.5).item(),
-        size,
-        draws,
+        largest=largest.mean().item(),
+        largest_deviation=largest.std().item() if draws > 1 else 0.0,
+        mean=single.mean().item(),
+        mean_error=(single.std() / len(single) ** 0.5).item(),
+        size=size,
+        draws=draws,
     )
 
 
-def _of_quadruples(points: Tensor, distance: Callable, count: int, draw: torch.Generator) -> Tensor:
-    """2 delta / diameter of each of `count` random quadruples, [count], of all points of a hundred at a time."""
+def measure_quadruples(
+    points: Tensor, distance: Callable, count: int, generator: torch.Generator
+) -> Tensor:
+    """Return 2·delta / diameter of `count` random quadruples, [count]."""
     found = []
-    for start in range(0, count, 1000):
-        sample = points[torch.randperm(len(points), generator=draw)[:100]]
+    for start in range(0, count, BATCH):
+        # One distance matrix of 100 points serves 1000 quadruples.
+        sample = points[torch.randperm(len(points), generator=generator)[:BATCH_POINTS]]
         distances = distance(sample, sample).double()
-        rows = min(1000, count - start)
-        a, b, c, d = (
-            torch.rand(rows, len(sample), generator=draw, dtype=torch.float32).argsort(1)[:, :4].T
-        )
+        rows = min(BATCH, count - start)
+        # The first four places of a random permutation are four different points.
+        order = torch.rand(rows, len(sample), generator=generator, dtype=torch.float32).argsort(1)
+        a, b, c, d = order[:, :4].T
+        # Opposite pairs are neighbours here, so that even and odd rows add up to the three sums.
         pairs = torch.stack(
             [distances[i, j] for i, j in ((a, b), (c, d), (a, c), (b, d), (a, d), (b, c))]
         )
         sums = (pairs[::2] + pairs[1::2]).sort(0).values
-        found.append((sums[2] - sums[1]) / pairs.amax(0).clamp_min(torch.finfo(torch.float64).tiny))
+        found.append((sums[2] - sums[1]) / pairs.amax(0).clamp_min(TINY))
     return torch.cat(found)
 
 
 def shuffled(points: Tensor, seed: int = 0) -> Tensor:
-    """The control of `hyperbolicity`: each coordinate of points [n, d] with its values in another order of the points,
-    so that their spread is kept and what they have to do with one another is lost.
+    """Return the control of `hyperbolicity`: points [n, d] with independently shuffled coordinates.
+
+    Every coordinate keeps its distribution. Relations between coordinates are lost.
     """
-    draw = torch.Generator().manual_seed(seed)
-    return torch.stack(
-        [column[torch.randperm(len(column), generator=draw)] for column in points.T], 1
-    )
+    generator = torch.Generator().manual_seed(seed)
+    columns = [column[torch.randperm(len(column), generator=generator)] for column in points.T]
+    return torch.stack(columns, 1)
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> Correlation:
-    """Spearman's correlation, as of the norms of points with the frequency of words or with a known depth.
+    """Compute Spearman's rank correlation, for example of norms with depths.
 
     Args:
-        first, second: [n] each, n >= 4; equal numbers share their mean rank.
+        first: [n], n >= 4. Equal numbers share their mean rank.
+        second: [n].
 
     Raises:
-        ValueError: the shapes differ, there are too few numbers, or all are equal.
+        ValueError: The shapes differ, there are fewer than 4 numbers, or all numbers of one tensor
+            are equal.
     """
     if first.ndim != 1 or first.shape != second.shape or len(first) < 4:
         raise ValueError(
             f"{tuple(first.shape)} and {tuple(second.shape)} numbers; allowed: as many, [n], n >= 4"
         )
-    ranks = torch.stack([_ranks(first), _ranks(second)])
+    ranks = torch.stack([mean_ranks(first), mean_ranks(second)])
     value = torch.corrcoef(ranks)[0, 1].clamp(-1, 1).item()
     if math.isnan(value):
         raise ValueError(
             "all numbers of one side are equal; allowed: at least two different ones on each"
         )
+    # Fisher's transformation, with the standard error of Bonett and Wright for ranks.
     error = 1.96 * math.sqrt((1 + value**2 / 2) / (len(first) - 3))
+    # atanh is infinite at -1 and 1.
     middle = math.atanh(min(max(value, -1 + 1e-12), 1 - 1e-12))
-    return Correlation(value, math.tanh(middle - error), math.tanh(middle + error), len(first))
+    return Correlation(
+        value=value,
+        low=math.tanh(middle - error),
+        high=math.tanh(middle + error),
+        count=len(first),
+    )
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """The rank of each number [n], the mean one where several are equal."""
+def mean_ranks(values: Tensor) -> Tensor:
+    """Return the rank of each number [n]. Equal numbers share their mean rank."""
     _, which, counts = values.double().cpu().unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts - 1) / 2)[which]

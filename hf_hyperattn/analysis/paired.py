@@ -1,4 +1,7 @@
-"""Is one way of training better than another? Student's t over runs that were paired by their seed."""
+"""Compare two ways of training: Student's paired t test over runs with the same seeds.
+
+`paired` makes one comparison, `holm` corrects the p values of several.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-#: Two-sided error of the first kind, and the power at which `Paired.detectable` is told.
-LEVEL, POWER = 0.05, 0.8
+#: Two-sided significance level of the test.
+LEVEL = 0.05
+#: Power of the test at a mean of size `Paired.detectable`.
+POWER = 0.8
+#: Halvings of the interval in which a quantile lies; 80 exceed the precision of float64.
+HALVINGS = 80
 
 
 @dataclass(frozen=True)
 class Paired:
-    """The differences of paired values, and what may be said of their mean.
+    """Differences of paired values, and inference about their mean.
 
     Args:
-        mean: of the differences.
-        deviation: their sample standard deviation.
-        low, high: the 95 % interval of the mean.
-        p: two-sided, of a mean of 0.
-        detectable: the size of a mean that this test at 5 % finds four times in five, by the deviation that was seen.
-        count: number of pairs.
+        mean: Mean difference.
+        deviation: Sample standard deviation of the differences.
+        low: Lower end of the 95 % confidence interval of the mean.
+        high: Upper end of this interval.
+        p: Two-sided p value of the hypothesis that the mean is 0.
+        detectable: Size of a mean that this test (5 % level) would detect in 80 % of cases, given
+            the observed deviation.
+        count: Number of pairs.
     """
 
     mean: float
@@ -34,10 +43,14 @@ class Paired:
 
 
 def paired(mine: Sequence[float], others: Sequence[float]) -> Paired:
-    """The paired t test of two sequences of n >= 2 numbers, the first less the second.
+    """Run the paired t test on the differences `mine` - `others`.
+
+    Args:
+        mine: At least 2 values.
+        others: As many values, in the same order.
 
     Raises:
-        ValueError: they differ in length, are fewer than 2, or hold nan or inf.
+        ValueError: The sequences differ in length, have fewer than 2 values, or hold NaN or inf.
     """
     if len(mine) != len(others) or len(mine) < 2:
         raise ValueError(
@@ -46,43 +59,91 @@ def paired(mine: Sequence[float], others: Sequence[float]) -> Paired:
     differences = [a - b for a, b in zip(mine, others)]
     if not all(map(math.isfinite, differences)):
         raise ValueError("the numbers hold nan or inf; allowed: finite numbers")
-    count, middle, deviation = len(mine), mean(differences), stdev(differences)
-    error, free = deviation / count**0.5, count - 1
-    p = 2 * (1 - t_share(abs(middle) / error, free)) if error else float(middle == 0)
-    half = t_quantile(1 - LEVEL / 2, free) * error
-    detectable = half + t_quantile(POWER, free) * error
-    return Paired(middle, deviation, middle - half, middle + half, p, detectable, count)
+    count = len(differences)
+    free = count - 1
+    middle = mean(differences)
+    deviation = stdev(differences)
+    error = deviation / count**0.5
+    if error:
+        p = 2 * (1 - t_share(abs(middle) / error, free))
+    else:
+        # All differences are equal, and t is not defined: p is 1 if they are 0, else 0.
+        p = float(middle == 0)
+    half_interval = t_quantile(1 - LEVEL / 2, free) * error
+    return Paired(
+        mean=middle,
+        deviation=deviation,
+        low=middle - half_interval,
+        high=middle + half_interval,
+        p=p,
+        detectable=half_interval + t_quantile(POWER, free) * error,
+        count=count,
+    )
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """The p values of several tests, corrected so that any is below 0.05 by chance once in twenty (Holm 1979)."""
+    """Correct the p values of several tests (Holm 1979).
+
+    If no effect exists, the chance that any corrected value is below 0.05 is at most 5 %.
+
+    Args:
+        values: The p values.
+
+    Returns:
+        The corrected p values, in the same order.
+    """
     order = sorted(range(len(values)), key=lambda i: values[i])
-    corrected, largest = [0.0] * len(values), 0.0
+    corrected = [0.0] * len(values)
+    largest = 0.0
     for rank, i in enumerate(order):
+        # The running maximum keeps the order: a larger p value never becomes the smaller one.
         largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
         corrected[i] = largest
     return corrected
 
 
 def t_share(t: float, free: int) -> float:
-    """The share of Student's distribution of `free` whole degrees of freedom below t (Abramowitz, Stegun 26.7.3-4)."""
+    """Return the probability that Student's t is below `t`.
+
+    Abramowitz and Stegun, equations 26.7.3 (odd) and 26.7.4 (even): finite sums in the angle
+    atan(t / √free).
+
+    Args:
+        t: Upper limit.
+        free: Degrees of freedom, an integer.
+    """
     angle = math.atan(t / free**0.5)
-    cosine, odd = math.cos(angle) ** 2, free % 2
-    term = math.cos(angle) if odd else 1.0
+    squared_cosine = math.cos(angle) ** 2
+    is_odd = free % 2
+    term = math.cos(angle) if is_odd else 1.0
+    # With one degree of freedom the sum is empty.
     total = term if free > 1 else 0.0
-    for i in range(2 + odd, free - 1, 2):
-        term *= cosine * (i - 1) / i
+    for i in range(2 + is_odd, free - 1, 2):
+        term *= squared_cosine * (i - 1) / i
         total += term
-    inside = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    # `inside` is the probability of the interval from -t to t.
+    if is_odd:
+        inside = 2 / math.pi * (angle + math.sin(angle) * total)
+    else:
+        inside = math.sin(angle) * total
     return 0.5 + inside / 2
 
 
 def t_quantile(share: float, free: int) -> float:
-    """The number below which that share of Student's distribution is, by halving; 0.5 <= share < 1."""
+    """Return the number below which this share of Student's distribution lies.
+
+    Args:
+        share: A probability from 0.5 to below 1.
+        free: Degrees of freedom, an integer.
+    """
+    # Double the upper end until it is above the quantile, then halve the interval.
     low, high = 0.0, 1.0
     while t_share(high, free) < share:
         high *= 2
-    for _ in range(80):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if t_share(middle, free) < share else (low, middle)
+        if t_share(middle, free) < share:
+            low = middle
+        else:
+            high = middle
     return (low + high) / 2

@@ -17,7 +17,7 @@ from ..inject import Allocation, hsa, sparse
 from ..inject.causal import RETRIEVAL, CausalInjection
 from ..inject.encoder import EncoderInjection
 from ..inject.injection import ROUNDS, Losses, ids_of
-from ..inject.pays import Pays, faster, pays_from
+from ..inject.pays import Pays, is_faster, pays_from
 from ..inject.retrieval import least_right
 from ..integration.checkpoint_files import errors_as
 from . import device_map
@@ -114,9 +114,9 @@ def inject_rules(args: argparse.Namespace) -> int:
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
         model = device_map.load(kind, args)
     injection = injection_of(args, task, model)
-    with progress(injection.steps()) as bar:
+    with progress(injection.count_steps()) as bar:
         report = injection.run(bar)
-        rivals = injection.compare(bar) if args.compare else {}
+        rivals = injection.compare_rivals(bar) if args.compare else {}
         bar.describe("timing")
         pays = pays_from(
             model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config)
@@ -241,11 +241,11 @@ def slower(
     before, after = (
         report["attention_seconds"][key] for key in ("before", "after")
     )  # of the same pass: of one load
-    report["faster"] = faster((before, after))
+    report["faster"] = is_faster((before, after))
     word = "faster" if report["faster"] else "NOT faster"
     print(
         f"\nAt {report['length']:,} tokens attention is {word} than the original model's on this machine "
-        f"({after / before:.2f}x the time). {pays.text()}"
+        f"({after / before:.2f}x the time). {pays.to_sentence()}"
     )
     if report["faster"] or args.mechanism == "hsa" or args.allow_slower or args.cost == "bytes":
         return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..analysis import perplexity
-from ..inject.encoder import distance, embeddings
+from ..inject.encoder import cosine_distance, embed_passages
 from ..integration.checkpoint_files import class_of, errors_as
 from ..integration.collaborative.conversion import report, share_heads
 from ..mechanisms.collaborative.config import CollaborativeConfig
@@ -56,7 +56,9 @@ def inject_collaborative(args: argparse.Namespace) -> int:
     if task is not None:
         for text, value in read(task, model).items():
             losses[text] = (
-                [0.0, distance(before[text], value)] if task.is_encoder else [before[text], value]
+                [0.0, cosine_distance(before[text], value)]
+                if task.is_encoder
+                else [before[text], value]
             )
         print(f"\nOn the last third of each text ({task.length} tokens a piece):")
         name = "1 - cosine" if task.is_encoder else "perplexity"
@@ -86,7 +88,7 @@ def check(args: argparse.Namespace) -> None:
 def read(task: Task, model: Any) -> dict[str, Any]:
     """What the last parts come to: embeddings [B, e] of an encoder, the perplexity of a causal LM."""
     if task.is_encoder:
-        return {name: embeddings(model, ids) for name, ids in task.texts[2].items()}
+        return {name: embed_passages(model, ids) for name, ids in task.texts[2].items()}
     return {name: perplexity(model, ids, len(ids)).value for name, ids in task.texts[2].items()}
 
 

@@ -1,6 +1,7 @@
-"""Makes a pretrained model's attention cheaper without training: measures rules, allocates them, verifies the result.
+"""Make a pretrained model's attention cheaper without training: measure, allocate, verify.
 
-What a rule is stands in `rules.CandidateRule`; nothing but `hsa`, `sparse` and who calls them knows one by name.
+A new kind of rule implements `CandidateRule`. Only `hsa`, `sparse` and their callers know rules by
+name.
 """
 
 from .allocate import Allocation, OutOfReach, choose, predicted_losses

@@ -1,4 +1,8 @@
-"""Injection into a causal language model: rules by head, chosen by what running text and retrieval lose."""
+"""Injection into a causal language model: one rule per head, chosen by text and retrieval losses.
+
+Read `CausalInjection.search_allocation` for the search, and `together` for the correction of
+single-head losses by what heads lose jointly.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ from torch import Tensor
 from ..integration import unpatch_model
 from ..integration.hosts import find_hosts, host_facts
 from .allocate import Allocation, OutOfReach, choose, predicted_losses
-from .costs import cost_of
+from .costs import resolve_cost
 from .gradients import final_hidden, head_of, loss_of
 from .injection import Injection, Item, Losses, ids_of
-from .kept import Kept, fingerprint
+from .kept import MeasurementFolder, fingerprint
 from .measure import Sensitivity, measure
 from .retrieval import (
     TASKS,
@@ -28,7 +32,7 @@ from .retrieval import (
     examples,
     least_right,
     mixture,
-    opening,
+    opening_tokens,
     refuse_names,
     score_hidden,
     share_right,
@@ -36,31 +40,51 @@ from .retrieval import (
 from .rules import CandidateRule
 from .together import ByHead, corrected, loss_parts
 
-LAYER_STEPS = 10  # progress steps of the measurement of a layer; a pass over a text is one
-TRIES_AT_PAIRS = 3  # choices at one share of the pairs
-#: What the first choices lose together corrects the next, by these powers of it: see `together`.
-POWERS = (0.75, 0.5)
-#: Passes that the parts of all heads take, in progress steps.
+#: Progress steps per measured layer. A forward pass over a text is one step.
+LAYER_STEPS = 10
+#: Progress steps of the pass that finds the parts of all heads.
 PARTS = 4
+#: Number of allocations that are tried at a requested share of the cost.
+TRIES_AT_PAIRS = 3
+#: Share of the cost that is tried first if none is requested.
+FIRST_SHARE = 0.4
+#: The joint losses of the first allocations correct the next choice, by these powers, see
+#: `together.corrected`.
+POWERS = (0.75, 0.5)
+#: Weight of tasks without a budget, as if this were their budget.
 USUAL_RETRIEVAL_BUDGET = 0.05
-#: Of the file that keeps what heads lose together on a text: its name, and that of the text's score among layers.
-TOGETHER, SCORE = "together", "score"
+#: Name of the file that stores the joint losses of a text.
+TOGETHER = "together"
+#: Key of the text's score in this file. The other keys are layer names.
+SCORE = "score"
+#: Names of retrieval tasks, including the ones that measure several tasks at once.
 RETRIEVAL = ("copying", "mixture", *TASKS)
 
 
 @dataclass
 class CausalInjection(Injection):
-    """Of a causal language model: rules by head; the loss is relative perplexity, 0.02 being 2 % more.
+    """Injection into a causal language model. The loss is relative perplexity: 0.02 is 2 % more.
 
     Args:
-        texts: with a tokenizer, no text is called like a task of retrieval, alone or with a number after it.
-        rows, seed: the sampled queries; the seed draws what is to be retrieved, too.
-        tokenizer: makes examples of retrieval, which are measured, chosen and verified on beside the texts; None: none.
-        retrieval_budget: largest relative rise of the perplexity of answers, in every task; None: it is only shown.
-        folder: keeps what is measured. resume: take from there what an earlier run left.
+        texts: As in `Injection`. With a tokenizer, no text may have the name of a retrieval task,
+            also not with a number after it.
+        rows: Number of queries sampled per text.
+        seed: Seed of the sampled queries and of the retrieval examples.
+        tokenizer: Makes retrieval examples, which are used like texts in all three parts. None:
+            no examples.
+        retrieval_budget: Largest relative rise of the answers' perplexity in each task. None: it
+            is only reported.
+        folder: Folder that stores measurements. None: store nothing.
+        resume: Reuse the measurements of an earlier run.
+
+    Attributes:
+        measured: One measurement per text.
+        key_heads: Number of key heads of each layer.
+        corrections: Number of corrections by joint losses.
+        unable: Tasks that the original model cannot do, with its share of right answers.
 
     Raises:
-        ValueError: a text is called like a task of retrieval, which would take its place.
+        ValueError: A text has the name of a retrieval task, which would overwrite it.
     """
 
     rows: int = 384
@@ -70,259 +94,332 @@ class CausalInjection(Injection):
     folder: Path | str | None = None
     resume: bool = True
     measured: list[Sensitivity] = field(default_factory=list, init=False)
-    key_heads: dict[str, int] = field(default_factory=dict, init=False)  # by layer
-    corrections: int = field(default=0, init=False)  # by what heads lose together
-    unable: dict[str, float] = field(
-        default_factory=dict, init=False
-    )  # tasks that the model cannot do: share right
-    metric, tries, unit = "perplexity", 5, "head"
+    key_heads: dict[str, int] = field(default_factory=dict, init=False)
+    corrections: int = field(default=0, init=False)
+    unable: dict[str, float] = field(default_factory=dict, init=False)
+    metric = "perplexity"
+    tries = 5
+    unit = "head"
 
     def __post_init__(self) -> None:
         if self.tokenizer is not None:
             for texts in self.texts:
                 refuse_names(texts, RETRIEVAL)
             self.texts = [
-                {**texts, **self.retrieval(i, list(texts.values()))}
+                {**texts, **self.make_retrieval(i, list(texts.values()))}
                 for i, texts in enumerate(self.texts)
             ]
 
-    def retrieval(self, part: int, texts: list[Any]) -> dict[str, Item]:
-        """Examples of a part: to verify on every task, else a copied text and all needles at once.
+    def make_retrieval(self, part: int, texts: list[Any]) -> dict[str, Item]:
+        """Make the retrieval examples of one part of the texts.
 
-        Words and numbers are drawn anew for every part; of few-shot they are few, so that most come again.
+        The third part gets examples of every task. The others get only a copied text and a
+        mixture, because each further example would cost a pass with gradients.
         """
+        # Another seed for each part, so that verification has new words and numbers. The word
+        # lists of few-shot are short, so most of its words come again.
         seed = 3 * self.seed + part
         if part == 2:
             made = examples(self.tokenizer, texts, self.length, seed=seed)
             return {f"{example.task} {i}": example for i, example in enumerate(made)}
+        first = opening_tokens(self.tokenizer, texts[0])
+        items: dict[str, Item] = {"copying": copying(texts[0], self.length, first)}
         mixed = mixture(self.tokenizer, texts[-1], self.length, seed=seed)
-        copied = copying(texts[0], self.length, opening(self.tokenizer, texts[0]))
-        return {"copying": copied, **({"mixture": mixed} if mixed else {})}
+        if mixed:
+            items["mixture"] = mixed
+        return items
 
-    def steps(self) -> int:
+    def count_steps(self) -> int:
         layers = sum(1 for m in self.model.modules() if hasattr(m, "layer_idx")) or 1
+        # The tries that find parts take `PARTS` steps instead of one.
         tries = self.tries + (PARTS - 1) * len(POWERS)
         return len(self.texts[0]) * (LAYER_STEPS * layers + tries + 1) + 3 * len(self.texts[2])
 
-    def bar(self, name: str) -> float | None:
-        """As in `Injection`; a task that the original model cannot do decides nothing."""
+    def find_budget(self, name: str) -> float | None:
+        """Return the largest loss of a text or task, or None if any loss is allowed.
+
+        Tasks that the original model cannot do have no budget.
+        """
         if name in self.unable:
             return None
-        return (
-            self.retrieval_budget
-            if name in RETRIEVAL and self.tokenizer is not None
-            else self.budget
-        )
+        if name in RETRIEVAL and self.tokenizer is not None:
+            return self.retrieval_budget
+        return self.budget
 
-    def note_stock(self, before: dict[str, Score]) -> None:
-        """Note which tasks the original model cannot do: what it loses there is no loss of retrieval."""
+    def note_original(self, before: dict[str, Score]) -> None:
+        """Note the tasks that the original model cannot do: a loss there is no retrieval loss."""
         if self.tokenizer is None:
             return
-        for task, score in self.of_tasks(before).items():
+        for task, score in self.average_tasks(before).items():
+            # The result for the last texts counts, since ability may differ between parts.
             self.unable.pop(task, None)
             if task in RETRIEVAL and share_right(task, score) < least_right(task):
                 self.unable[task] = share_right(task, score)
 
-    def measure(self) -> None:
+    def measure_rules(self) -> None:
         self.head = head_of(self.model, ids_of(next(iter(self.texts[0].values()))))
-        step = lambda _: self.progress.advance(LAYER_STEPS)
+        self.measure_texts()
+        self.alone = predicted_losses(self.measured)
+        self.costs = self.select_losses(self.rules)
+        layers = [
+            host_facts(name, host, 0)
+            for name, host in find_hosts(self.model)
+            if name in self.measured[0].costs
+        ]
+        self.key_heads = {layer.name: layer.kv_heads for layer in layers}
+        if self.cost == "time":
+            # Once, so that all choices of this run use the same times.
+            self.progress.describe("timing rules")
+            group = layers[0].heads // layers[0].kv_heads
+            like = torch.empty(group, layers[0].head_dim or 64, device=self.model.device)
+            self.times = resolve_cost("time", [*self.rules, *self.rivals], self.length, like)
+
+    def measure_texts(self) -> None:
+        """Measure all rules on each of the first texts. Adds to `measured`."""
         for name, item in self.texts[0].items():
             self.progress.describe(f"measuring on {name}")
-            options: Any = {"rows": self.rows, "seed": self.seed, "on_layer": step}
-            options |= {
-                "folder": self.folder,
-                "resume": self.resume,
-                "spans": getattr(item, "spans", None),
-            }
-            self.measured.append(
-                measure(self.model, ids_of(item), [*self.rules, *self.rivals], **options)
+            sensitivity = measure(
+                self.model,
+                ids_of(item),
+                [*self.rules, *self.rivals],
+                rows=self.rows,
+                seed=self.seed,
+                on_layer=lambda _: self.progress.advance(LAYER_STEPS),
+                spans=getattr(item, "spans", None),
+                folder=self.folder,
+                resume=self.resume,
             )
+            self.measured.append(sensitivity)
         if not self.measured[0].costs:
             raise ValueError(
-                f"{type(self.model).__name__}: no layer attends causally to all of {self.length} tokens; allowed: "
-                "models without sliding windows as short, soft caps or position biases"
+                f"{type(self.model).__name__}: no layer attends causally to all of {self.length} "
+                "tokens; allowed: models without position biases, soft caps, or sliding windows "
+                "that are shorter than the text"
             )
-        self.alone = predicted_losses(self.measured)
-        self.costs = self.losses_of(self.rules)
-        hosts = [
-            host_facts(n, host, 0)
-            for n, host in find_hosts(self.model)
-            if n in self.measured[0].costs
-        ]
-        self.key_heads = {host.name: host.kv_heads for host in hosts}
-        if self.cost == "time":  # once, so that all choices of this run know the same
-            self.progress.describe("timing rules")
-            group, dim = hosts[0].heads // hosts[0].kv_heads, hosts[0].head_dim or 64
-            like = torch.empty(group, dim, device=self.model.device)
-            self.times = cost_of("time", [*self.rules, *self.rivals], self.length, like)
 
-    def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        rules, losses = (
-            (self.rules, self.costs) if rules is None else (rules, self.losses_of(rules))
+    def choose_allocation(
+        self, pairs: float, rules: Sequence[CandidateRule] | None = None
+    ) -> Allocation:
+        losses = self.costs if rules is None else self.select_losses(rules)
+        return choose(
+            self.rules if rules is None else rules,
+            losses,
+            self.length,
+            pairs=pairs,
+            cost=self.times if self.cost == "time" else self.cost,
+            key_heads=self.key_heads,
         )
-        named = self.times if self.cost == "time" else self.cost
-        return choose(rules, losses, self.length, pairs=pairs, cost=named, key_heads=self.key_heads)
 
-    def search(self) -> Allocation | None:
-        """As in `Injection`. What the first choices lose together corrects what rules are expected to lose.
+    def search_allocation(self) -> Allocation | None:
+        """Search the cheapest allocation that keeps `MARGIN` of the budgets on the second texts.
 
-        With `pairs` that alone changes, and the allocation is kept whose worst loss, in units of its budget, is least.
+        Shares of the cost are tried by bisection. The first allocations are also used to correct
+        the losses by what heads lose jointly. With `pairs`, the share stays the same, only the
+        corrections change the choice, and the allocation with the smallest worst loss wins. Losses
+        are compared in units of their budgets.
+
+        Returns:
+            The allocation, or None if none keeps the budgets.
 
         Raises:
-            OutOfReach: no rules are as cheap as `pairs` says.
+            OutOfReach: No rules are as cheap as `pairs`.
         """
         with torch.no_grad():
-            stock = {name: self.hidden(item) for name, item in self.texts[1].items()}
-            before = {name: self.value(stock[name], item) for name, item in self.texts[1].items()}
-        self.note_stock(before)
-        self.progress.advance(len(stock))
-        best, low, high, pairs = None, 0.0, 1.0, self.pairs or 0.4
+            # The corrections need these hidden states as the teacher's.
+            hidden = {name: self.compute_hidden(item) for name, item in self.texts[1].items()}
+            before = {
+                name: self.evaluate_hidden(hidden[name], item)
+                for name, item in self.texts[1].items()
+            }
+        self.note_original(before)
+        self.progress.advance(len(hidden))
+        best = None
+        # `high`: the cheapest share that kept the budgets. `low`: the largest that did not.
+        low, high = 0.0, 1.0
+        share = self.pairs or FIRST_SHARE
         for i in range(TRIES_AT_PAIRS if self.pairs else self.tries):
-            try:
-                allocation = self.choose(pairs)
-            except OutOfReach as nothing:
-                if self.pairs:
-                    raise OutOfReach(
-                        pairs, nothing.cheapest, self.cost
-                    ) from None  # `choose` got times without a name
-                allocation = nothing.cheapest
+            allocation = self.choose_reachable(share)
             if i < len(POWERS):
-                self.correct(allocation, before, stock, POWERS[i])
+                self.try_and_correct(allocation, before, hidden, POWERS[i])
             else:
-                stock.clear()
-                self.attempt(allocation, before)
-            if self.pairs is None and self.keeps(self.tried[-1][1]):
-                best, high = allocation, pairs
-            elif i >= len(POWERS):  # before, what failed may hold by costs that are corrected
-                low = pairs
-            pairs = self.pairs or math.sqrt(max(low, high / 4) * high)
+                # The hidden states are not needed any more; free their memory.
+                hidden.clear()
+                self.try_allocation(allocation, before)
+            if self.pairs is None and self.meets_budgets(self.tried[-1][1]):
+                best = allocation
+                high = share
+            elif i >= len(POWERS):
+                # An earlier failure sets no bound: with corrected losses the same share may hold.
+                low = share
+            # The geometric mean, and never below half of `high` in one step.
+            share = self.pairs or math.sqrt(max(low, high / 4) * high)
         if self.pairs is None:
             return best
-        return min(self.tried, key=lambda tried: max(self.in_budgets(tried[1]).values()))[0]
+        best, _ = min(self.tried, key=lambda tried: max(self.losses_in_budgets(tried[1]).values()))
+        return best
 
-    def correct(
+    def choose_reachable(self, share: float) -> Allocation:
+        """Choose an allocation at a share of the cost, or the cheapest one if none costs as little.
+
+        Raises:
+            OutOfReach: The share was requested as `pairs` and cannot be reached.
+        """
+        try:
+            return self.choose_allocation(share)
+        except OutOfReach as error:
+            if self.pairs:
+                # Raise it again with the name of the cost: measured times have none.
+                raise OutOfReach(share, error.cheapest, self.cost) from None
+            return error.cheapest
+
+    def try_and_correct(
         self,
         allocation: Allocation,
         before: dict[str, Score],
-        stock: dict[str, Tensor],
+        hidden: dict[str, Tensor],
         power: float,
     ) -> None:
-        """Try an allocation as `attempt` does, and correct `costs` by what its heads lose together.
+        """Try an allocation, and correct `costs` by what its heads lose jointly.
 
         Args:
-            before, stock: scores and final hidden states of the model as it was.
+            allocation: The allocation.
+            before: Scores of the original model on the second texts.
+            hidden: Its final hidden states on these texts.
+            power: Strength of the correction, see `together.corrected`.
         """
         if not allocation.sparse:
-            return self.attempt(allocation, before)
+            return self.try_allocation(allocation, before)
         after: dict[str, Score] = {}
         sums: dict[str, Tensor] = {}
         self.progress.describe(
             f"trying {allocation.pairs:.1%} of the pairs, and what heads lose together"
         )
         for name, item in self.texts[1].items():
-            after[name], parts = self.lost_together(allocation, item, stock[name])
-            weight = 0.0 if name in self.unable else 1 / self.budget_of(name)
-            sums = {
-                layer: sums.get(layer, torch.zeros(())) + weight * found
-                for layer, found in parts.items()
-            }
+            after[name], parts = self.measure_joint_loss(allocation, item, hidden[name])
+            # Losses of texts and tasks are comparable in units of their budgets.
+            weight = 0.0 if name in self.unable else 1 / self.weighting_budget(name)
+            for layer, part in parts.items():
+                sums[layer] = sums.get(layer, torch.zeros(())) + weight * part
             self.progress.advance(PARTS)
-        self.tried.append((allocation, self.losses(before, after)))
+        self.tried.append((allocation, self.compute_losses(before, after)))
         self.corrections += 1
         self.costs = corrected(self.costs, self.rules, allocation, sums, power)
 
-    def lost_together(
-        self, allocation: Allocation, item: Item, stock: Tensor
+    def measure_joint_loss(
+        self, allocation: Allocation, item: Item, hidden: Tensor
     ) -> tuple[Score, ByHead]:
-        """The score of a text under an allocation, and every head's part of what is lost; kept as measurements are."""
-        ids, spans = ids_of(item), getattr(item, "spans", None)
-        kept, found = None, None
-        if self.folder is not None:
-            rules = [rule for heads in allocation.layers.values() for rule in heads]
-            options = {
-                "layers": list(allocation.layers),
-                "spans": None if spans is None else [list(s) for s in spans],
-            }
-            kept = Kept(Path(self.folder) / fingerprint(self.model, ids, rules, **options))
-            found = kept.read(TOGETHER) if self.resume else None
+        """Return the score of a text under an allocation, and the parts of all heads in its loss.
+
+        The result is stored in `folder`, like the measurements.
+
+        Args:
+            allocation: The allocation.
+            item: The text.
+            hidden: Final hidden states [N, e] of the original model.
+        """
+        spans = getattr(item, "spans", None)
+        stored = self.open_folder(allocation, item)
+        found = stored.read_layer(TOGETHER) if stored and self.resume else None
         if found is None:
-            self.patch(allocation)
+            self.apply_allocation(allocation)
             try:
-                hidden, parts = loss_parts(self.model, ids, stock, spans)
+                patched_hidden, parts = loss_parts(self.model, ids_of(item), hidden, spans)
             finally:
                 unpatch_model(self.model)
             with torch.no_grad():
-                score = self.value(hidden, item)
-            found = parts | {SCORE: torch.tensor([score.nats, score.exact], dtype=torch.float64)}
-            if kept:
-                kept.write(TOGETHER, found)
+                score = self.evaluate_hidden(patched_hidden, item)
+            numbers = torch.tensor([score.nats, score.exact], dtype=torch.float64)
+            found = parts | {SCORE: numbers}
+            if stored:
+                stored.write_layer(TOGETHER, found)
         return Score(*found.pop(SCORE).tolist()), found
 
-    def in_budgets(self, losses: Losses) -> Losses:
-        """In units of their budgets; tasks that the original model cannot do are left out."""
+    def open_folder(self, allocation: Allocation, item: Item) -> MeasurementFolder | None:
+        """Return the folder for the joint losses of a text under an allocation, if one is used."""
+        if self.folder is None:
+            return None
+        spans = getattr(item, "spans", None)
+        rules = [rule for heads in allocation.layers.values() for rule in heads]
+        options = {
+            "layers": list(allocation.layers),
+            "spans": None if spans is None else [list(span) for span in spans],
+        }
+        name = fingerprint(self.model, ids_of(item), rules, **options)
+        return MeasurementFolder(Path(self.folder) / name)
+
+    def losses_in_budgets(self, losses: Losses) -> Losses:
+        """Return losses in units of their budgets, without tasks that the original cannot do."""
         return {
-            name: loss / self.budget_of(name)
+            name: loss / self.weighting_budget(name)
             for name, loss in losses.items()
             if name not in self.unable
         }
 
-    def budget_of(self, name: str) -> float:
-        """The bar of a text or task; where there is none, the usual one of retrieval."""
-        return self.bar(name) or USUAL_RETRIEVAL_BUDGET
+    def weighting_budget(self, name: str) -> float:
+        """Return the budget of a text or task, or the usual one of retrieval if it has none."""
+        return self.find_budget(name) or USUAL_RETRIEVAL_BUDGET
 
-    def compared(self) -> dict[str, Item]:
+    def make_comparison_texts(self) -> dict[str, Item]:
+        """Return the third texts, a copied text, and a mixture of retrieval tasks if one fits."""
         texts = {
             name: item for name, item in self.texts[2].items() if not isinstance(item, Example)
         }
         items: dict[str, Item] = dict(texts)
         if self.tokenizer is not None:
-            mixed = mixture(
-                self.tokenizer, list(texts.values())[-1], self.length, seed=3 * self.seed + 2
-            )
-            text = next(iter(texts.values()))
-            items["copying"] = copying(text, self.length, opening(self.tokenizer, text))
-            items |= {"mixture": mixed} if mixed else {}
+            first_text = next(iter(texts.values()))
+            last_text = list(texts.values())[-1]
+            first = opening_tokens(self.tokenizer, first_text)
+            items["copying"] = copying(first_text, self.length, first)
+            # The seed of the third part, see `make_retrieval`.
+            mixed = mixture(self.tokenizer, last_text, self.length, seed=3 * self.seed + 2)
+            if mixed:
+                items["mixture"] = mixed
         return items
 
-    def hidden(self, item: Item) -> Tensor:
+    def compute_hidden(self, item: Item) -> Tensor:
         return final_hidden(self.model, ids_of(item))
 
-    def value(self, hidden: Tensor, item: Item) -> Any:
+    def evaluate_hidden(self, hidden: Tensor, item: Item) -> Any:
         if isinstance(item, Example):
             return score_hidden(hidden, self.head, item)
         return Score(loss_of(self.head, hidden, item, gradient=False)[0], 0.0)
 
-    def scores(self, before: Score, after: Score) -> tuple[float, float, float]:
+    def compare_values(self, before: Score, after: Score) -> tuple[float, float, float]:
         return math.exp(before.nats), math.exp(after.nats), after.loss(before)
 
-    def losses(self, before: dict[str, Score], after: dict[str, Score]) -> Losses:
-        """By text, and by task of retrieval."""
-        before, after = self.of_tasks(before), self.of_tasks(after)
-        return super().losses(before, after)
+    def compute_losses(self, before: dict[str, Score], after: dict[str, Score]) -> Losses:
+        """Return the loss of each text and of each retrieval task."""
+        return super().compute_losses(self.average_tasks(before), self.average_tasks(after))
 
-    def of_tasks(self, scores: dict[str, Score]) -> dict[str, Score]:
-        """The scores of the examples of a task as one."""
+    def average_tasks(self, scores: dict[str, Score]) -> dict[str, Score]:
+        """Replace the scores of the examples of each task by their mean."""
+        # Scores do not say which part they belong to. That does not matter: every part that has
+        # all these names has the same tasks under them.
         part = next(texts for texts in self.texts if scores.keys() <= texts.keys())
         items = {name: item for name, item in part.items() if isinstance(item, Example)}
         tasks = by_task(list(items.values()), [scores[name] for name in items])
         return {name: value for name, value in scores.items() if name not in items} | tasks
 
-    def verified(self, before: dict[str, Score], after: dict[str, Score]) -> dict[str, Any]:
-        first, last = self.of_tasks(before), self.of_tasks(after)
+    def report_texts(self, before: dict[str, Score], after: dict[str, Score]) -> dict[str, Any]:
+        """Return the part of the report about the third texts and the retrieval tasks."""
+        first = self.average_tasks(before)
+        last = self.average_tasks(after)
         keys = ("before", "after", "loss")
-        cost = {"name": self.cost, "share": self.allocation.cost}
-        report: dict[str, Any] = {
-            "cost": cost,
-            "corrections": self.corrections,
-            "texts": {},
-            "retrieval": {},
-        }
+        texts: dict[str, Any] = {}
+        retrieval: dict[str, Any] = {}
         for name, score in first.items():
-            row = dict(zip(keys, self.scores(score, last[name])))
+            row: dict[str, Any] = dict(zip(keys, self.compare_values(score, last[name])))
             if name in before:
-                report["texts"][name] = row
+                texts[name] = row
             else:
-                right = {"exact_before": score.exact, "exact_after": last[name].exact}
-                right |= {"right_before": score.right, "right_after": last[name].right}
-                report["retrieval"][name] = row | right | {"decides": self.bar(name) is not None}
-        return report
+                # Averaging replaced the names of examples by the name of their task.
+                row |= {"exact_before": score.exact, "exact_after": last[name].exact}
+                row |= {"right_before": score.right, "right_after": last[name].right}
+                row["decides"] = self.find_budget(name) is not None
+                retrieval[name] = row
+        return {
+            "cost": {"name": self.cost, "share": self.allocation.cost},
+            "corrections": self.corrections,
+            "texts": texts,
+            "retrieval": retrieval,
+        }

@@ -1,4 +1,7 @@
-"""Injection into an encoder of text: rules by layer, chosen by what its embeddings lose."""
+"""Injection into a text encoder: one rule per layer, chosen by how far the embeddings move.
+
+Read `EncoderInjection.search_allocation` for the search.
+"""
 
 from __future__ import annotations
 
@@ -24,106 +27,123 @@ from .rules import CandidateRule
 
 @dataclass
 class EncoderInjection(Injection):
-    """Of an encoder of text: rules by layer; the loss is 1 - cosine of mean-pooled embeddings.
+    """Injection into a text encoder. The loss is 1 - cosine of mean-pooled embeddings.
 
-    What a layer loses is measured under each rule alone. What several lose together is more than the sum, so that the
-    allocation is tried, with a smaller sum until the budget holds.
+    Each layer is measured under each rule while all others are exact. Several layers together
+    lose more than the sum, so allocations are tried with smaller and smaller sums until the
+    budget holds.
     """
 
-    metric, tries, unit = "cosine", 6, "layer"
+    metric = "cosine"
+    tries = 6
+    unit = "layer"
 
-    def steps(self) -> int:
-        return len(self.texts[0]) * (
-            len(list(find_hosts(self.model))) * len(self.rules) + self.tries + 4
-        )
+    def count_steps(self) -> int:
+        layers = len(list(find_hosts(self.model)))
+        # Besides rules and tries: the original model on all three parts, and verification.
+        return len(self.texts[0]) * (layers * len(self.rules) + self.tries + 4)
 
-    def measure(self) -> None:
-        plain = self.read(self.texts[0])
-        for name in self.whole_layers(ids_of(next(iter(self.texts[0].values())))):
+    def measure_rules(self) -> None:
+        original = self.read_texts(self.texts[0])
+        first = ids_of(next(iter(self.texts[0].values())))
+        for name in self.find_whole_layers(first):
             self.progress.describe(f"measuring {name}")
-            alone = (
-                Allocation({name: (rule,)}, self.length) for rule in (*self.rules, *self.rivals)
-            )
-            worst = [max(self.losses_under(allocation, 0, plain).values()) for allocation in alone]
+            worst = []
+            for rule in (*self.rules, *self.rivals):
+                allocation = Allocation({name: (rule,)}, self.length)
+                # The budget holds for every text, so the worst one counts.
+                worst.append(max(self.measure_losses(allocation, 0, original).values()))
             self.alone[name] = torch.tensor([worst], dtype=torch.float64)
-        self.costs = self.losses_of(self.rules)
+        self.costs = self.select_losses(self.rules)
 
-    def whole_layers(self, ids: Tensor) -> list[str]:
-        """The layers that attend to all of a passage; those of windows or segments stay as they are.
+    def find_whole_layers(self, ids: Tensor) -> list[str]:
+        """Return the names of the layers that attend to a whole passage.
+
+        Layers with windows or segments are cheap already and stay as they are.
+
+        Args:
+            ids: Token ids [B, N] of passages.
 
         Raises:
-            ValueError: there is none.
+            ValueError: No layer attends to a whole passage.
         """
         found = set()
 
-        def see(_, arguments, name: str) -> None:
+        def note_whole(_, arguments, name: str) -> None:
             if is_whole(arguments[0], self.length):
                 found.add(name)
 
-        patch_model(
-            self.model, self.rules[0].base_config()
-        )  # gates at 0: the attention is the model's own
+        # With gates at 0, the patched model still computes its own attention.
+        patch_model(self.model, self.rules[0].base_config())
         try:
             with ExitStack() as hooks, torch.no_grad():
                 for name, hyper in patched_layers(self.model):
-                    hooks.enter_context(hyper.register_forward_pre_hook(partial(see, name=name)))
-                self.hidden(ids)
+                    hook = partial(note_whole, name=name)
+                    hooks.enter_context(hyper.register_forward_pre_hook(hook))
+                self.compute_hidden(ids)
         finally:
             unpatch_model(self.model)
         if not found:
             raise ValueError(
-                f"{type(self.model).__name__}: no layer attends to all of {self.length} tokens; allowed: a length that "
-                "some layer attends to, such as that of the segments of a HAT model"
+                f"{type(self.model).__name__}: no layer attends to all of {self.length} tokens; "
+                "allowed: a length that some layer attends to, such as the segment length of a HAT "
+                "model"
             )
+        # In model order; a set has none.
         return [name for name, _ in find_hosts(self.model) if name in found]
 
-    def search(self) -> Allocation | None:
-        before = self.read(self.texts[1])
+    def search_allocation(self) -> Allocation | None:
+        before = self.read_texts(self.texts[1])
+        # At a given share of the cost there is only one choice: without corrections, a second try
+        # would be the same.
         for halvings in range(1 if self.pairs else self.tries):
             loss = None if self.pairs else MARGIN * self.budget / 2**halvings
             allocation = choose(
                 self.rules, self.costs, self.length, pairs=self.pairs, loss=loss, cost=self.cost
             )
-            self.attempt(allocation, before)
-            if self.pairs is not None or self.keeps(self.tried[-1][1]):
+            self.try_allocation(allocation, before)
+            if self.pairs is not None or self.meets_budgets(self.tried[-1][1]):
                 return allocation
         return None
 
-    def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        rules, losses = (
-            (self.rules, self.costs) if rules is None else (rules, self.losses_of(rules))
-        )
+    def choose_allocation(
+        self, pairs: float, rules: Sequence[CandidateRule] | None = None
+    ) -> Allocation:
+        if rules is None:
+            return choose(self.rules, self.costs, self.length, pairs=pairs, cost=self.cost)
+        losses = self.select_losses(rules)
         return choose(rules, losses, self.length, pairs=pairs, cost=self.cost)
 
-    def hidden(self, item: Item) -> Tensor:
-        return embeddings(self.model, ids_of(item))
+    def compute_hidden(self, item: Item) -> Tensor:
+        return embed_passages(self.model, ids_of(item))
 
-    def value(self, hidden: Tensor, item: Item) -> Tensor:
+    def evaluate_hidden(self, hidden: Tensor, item: Item) -> Tensor:
         return hidden
 
-    def scores(self, before: Tensor, after: Tensor) -> tuple[float, float, float]:
-        loss = distance(before, after)
+    def compare_values(self, before: Tensor, after: Tensor) -> tuple[float, float, float]:
+        loss = cosine_distance(before, after)
         return 1.0, 1 - loss, loss
 
 
 def is_whole(call: HostCall, length: int) -> bool:
-    """Whether every token of a passage attends to all of it."""
+    """Return whether every token of a passage attends to all of it."""
     options = call.options
-    if (
-        call.query.shape[2] != length
-        or call.key.shape[2] != length
-        or (options.window or length) < length
-    ):
+    if call.query.shape[2] != length or call.key.shape[2] != length:
         return False
-    real = None if options.mask is None else call.read_mask().real_if_only_padding
-    return options.mask is None or (real is not None and bool(real.all()))
+    if (options.window or length) < length:
+        return False
+    if options.mask is None:
+        return True
+    # A mask is allowed if it only marks padding, and there is none.
+    real = call.read_mask().real_if_only_padding
+    return real is not None and bool(real.all())
 
 
-def embeddings(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Mean-pooled last hidden states [B, e] of passages [B, N]."""
+def embed_passages(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the mean-pooled last hidden states [B, e] of passages [B, N]."""
     return model.base_model(to_model(ids, model)).last_hidden_state.float().mean(1)
 
 
-def distance(before: Tensor, after: Tensor) -> float:
-    """1 - cosine of embeddings [B, e], mean over passages."""
+def cosine_distance(before: Tensor, after: Tensor) -> float:
+    """Return 1 - cosine of two embeddings [B, e], averaged over passages."""
     return 1 - F.cosine_similarity(after, before).mean().item()

@@ -1,7 +1,7 @@
-"""The gradient of a causal model's loss with respect to the output of every attention, one layer at a time.
+"""Gradient of a causal model's loss with respect to the output of every attention layer.
 
-Layers are checkpointed, so that never more than one layer's activations are held, and the loss is taken in pieces, so
-that a large vocabulary does not fill the memory.
+Layers are checkpointed, so at most one layer's activations are in memory. The loss is computed in
+pieces, so that the logits of a large vocabulary do not fill the memory.
 """
 
 from __future__ import annotations
@@ -23,66 +23,80 @@ from ..analysis.perplexity import evaluation_mode
 from ..integration.patching import base_model
 from ..mechanisms.base import HostCall
 
-#: Called with a host's name, its call, the output of its attention [B, H, N, dv], and the gradient of that.
+#: Called with a layer's name, its call, the output of its attention [B, H, N, dv], and the
+#: gradient of the loss with respect to this output.
 OnGradient = Callable[[str, HostCall, Tensor, Tensor], None]
-#: (start, stop) of tokens, in order.
+#: (start, stop) of token ranges, in order.
 Spans = Sequence[tuple[int, int]]
+#: Maps final hidden states to logits.
 Head = Callable[[Tensor], Tensor]
-#: Of the head and the final hidden states [N, e]: the loss a token that counts, and by these the gradient of its sum.
+#: Called with the head and the final hidden states [N, e]. Returns the mean loss per counted token,
+#: and the gradient of the summed loss with respect to the hidden states.
 Loss = Callable[[Head, Tensor], tuple[float, Tensor | None]]
-PIECE = 512  # tokens whose logits are formed at a time
+#: Number of tokens whose logits are computed at a time.
+PIECE = 512
+#: Attribute in which Transformers keeps a layer's checkpointing function.
 FUNCTION = "_gradient_checkpointing_func"
 
 
 def attention_gradients(
     model: nn.Module, ids: Tensor, on_gradient: OnGradient, loss: Loss
 ) -> float:
-    """Run a patched model forward and backward on one text, and pass every layer's gradient to `on_gradient`.
+    """Run a patched model forward and backward on one text and report each layer's gradient.
 
     Args:
-        model: a patched causal model, with all gates at 0 for gradients of the model as it was.
-        ids: token ids [N].
-        on_gradient: called once a layer, the last one first.
-        loss: such as `loss_of` or `divergence`.
+        model: A patched causal model. With all gates at 0, it computes the original
+            attention, and the gradients belong to the original model.
+        ids: Token ids [N].
+        on_gradient: Called once per layer, the last layer first.
+        loss: A function such as `loss_of` or `compute_divergence`.
 
     Returns:
-        The loss.
+        The mean loss per counted token.
     """
     base = base_model(model)
     head = head_of(base, ids)
-    with frozen(base), checkpointed(base), attention_hooks(base, on_gradient):
+    with freeze_parameters(base), checkpoint_layers(base), attention_hooks(base, on_gradient):
         hidden = final_hidden(base, ids)
         value, gradient = loss(head, hidden)
+        # The head is not part of this graph: `loss` already went back through it, piece by piece.
         hidden.backward(gradient)
     return value
 
 
 def final_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """What the model's head reads, [N, e]."""
+    """Return the final hidden states [N, e], the input of the output embedding."""
     return model.base_model(to_model(ids, model)[None], use_cache=False).last_hidden_state[0]
 
 
 def to_model(ids: Tensor, model: PreTrainedModel) -> Tensor:
-    """The ids where the model takes them; offloaded models fetch them."""
+    """Move token ids to the device of the model.
+
+    Offloaded models have hooks that move inputs themselves.
+    """
     return ids if model.device.type == "meta" else ids.to(model.device)
 
 
 def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
-    """Final hidden states to logits: the output embedding, which some families scale.
+    """Return the function from final hidden states to logits.
+
+    It is the output embedding times a constant, because some families scale their logits. The
+    constant is found by comparing both on the first tokens of a text.
 
     Raises:
-        ValueError: the model has a head of another kind.
+        ValueError: The logits are not a multiple of the output embedding's result.
     """
     embedding: Any = model.get_output_embeddings()
     some = ids[:8]
     with torch.no_grad():
         logits = model(to_model(some, model)[None], use_cache=False).logits[0].float()
         plain = embedding(final_hidden(model, some)).float()
+    # Least squares: the ratio that minimises |logits - ratio · plain|².
     ratio = (logits @ plain.mT).trace() / (plain**2).sum()
     if not torch.allclose(logits, ratio * plain, atol=1e-3, rtol=1e-3):
         raise ValueError(
-            f"{type(model).__name__} does more to its logits than to scale its output embedding; allowed: causal "
-            "language models without a softcap on their logits"
+            f"{type(model).__name__} does more to its logits than to scale its output embedding; "
+            "allowed: causal language models without a softcap on their logits"
         )
     return lambda hidden: embedding(hidden) * ratio.to(hidden.dtype)
 
@@ -90,37 +104,59 @@ def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
 def loss_of(
     head: Head, hidden: Tensor, ids: Tensor, gradient: bool = True, spans: Spans | None = None
 ) -> tuple[float, Tensor | None]:
-    """The loss a token that counts, and the gradient of the sum by the final hidden states; None without `gradient`."""
-    leaf, total, counted = (
-        hidden.detach().requires_grad_(gradient),
-        0.0,
-        predicted_of(spans, len(ids)),
-    )
+    """Compute the cross-entropy of the next tokens, and its gradient.
+
+    Args:
+        head: Maps hidden states to logits.
+        hidden: Final hidden states [N, e].
+        ids: Token ids [N].
+        gradient: Whether to compute the gradient.
+        spans: Ranges of the tokens whose prediction counts. None: all tokens but the first.
+
+    Returns:
+        The mean loss per counted token, and the gradient of the sum with respect to `hidden`, or
+        None without `gradient`.
+    """
+    leaf = hidden.detach().requires_grad_(gradient)
+    counted = predicted_of(spans, len(ids))
+    total = 0.0
     for piece in counted.split(PIECE):
         logits = head(leaf[piece.to(leaf.device)]).float()
-        loss = F.cross_entropy(logits, ids.cpu()[piece + 1].to(logits.device), reduction="sum")
+        targets = ids.cpu()[piece + 1].to(logits.device)
+        loss = F.cross_entropy(logits, targets, reduction="sum")
         if gradient:
+            # Per piece, so that the logits are freed before the next piece. Gradients add up in
+            # `leaf.grad`.
             loss.backward()
         total += loss.item()
     return total / len(counted), leaf.grad
 
 
-def divergence(
+def compute_divergence(
     head: Head, hidden: Tensor, teacher: Tensor, gradient: bool = True, spans: Spans | None = None
 ) -> tuple[float, Tensor | None]:
-    """KL(teacher ‖ student) in nats a token that counts, and the gradient of its sum by what the student's head reads.
+    """Compute KL(teacher ‖ student) of the next-token distributions, and its gradient.
 
     Args:
-        hidden, teacher: final hidden states [N, e].
-        spans: (start, stop) of the tokens whose prediction counts; None: all N predictions, also that after the text.
+        head: Maps hidden states to logits, for both models.
+        hidden: Final hidden states [N, e] of the student.
+        teacher: Final hidden states [N, e] of the teacher.
+        gradient: Whether to compute the gradient.
+        spans: Ranges of the tokens whose prediction counts. None: all N predictions, including
+            the one after the last token, which needs no target.
+
+    Returns:
+        The mean in nats per counted token, and the gradient of the sum with respect to `hidden`,
+        or None without `gradient`.
     """
-    leaf, total = hidden.detach().requires_grad_(gradient), 0.0
+    leaf = hidden.detach().requires_grad_(gradient)
     counted = torch.arange(len(leaf)) if spans is None else predicted_of(spans, len(leaf))
+    total = 0.0
     for piece in counted.to(leaf.device).split(PIECE):
         with torch.no_grad():
-            own = head(teacher[piece]).float().log_softmax(-1)
+            target = head(teacher[piece]).float().log_softmax(-1)
         student = head(leaf[piece]).float().log_softmax(-1)
-        loss = F.kl_div(student, own, reduction="sum", log_target=True)
+        loss = F.kl_div(student, target, reduction="sum", log_target=True)
         if gradient:
             loss.backward()
         total += loss.item()
@@ -128,61 +164,77 @@ def divergence(
 
 
 def predicted_of(spans: Spans | None, length: int) -> Tensor:
-    """The queries whose next token counts."""
+    """Return the positions whose next token counts, int64. None: all positions but the last."""
     spans = ((1, length),) if spans is None else spans
+    # The token at position t is predicted at position t - 1; the first token is never predicted.
     return torch.cat([torch.arange(max(start, 1) - 1, stop - 1) for start, stop in spans])
 
 
 @contextmanager
 def attention_hooks(model: nn.Module, on_gradient: OnGradient) -> Iterator[None]:
-    """Hooks on every patched host, for as long as the block runs."""
+    """Call `on_gradient` for every patched attention layer while the block runs."""
 
-    def hook(_, arguments, output, name: str):
+    def watch_output(_, arguments, output, name: str):
         call, _, stock = arguments
-        out = (
-            stock() if output is None else output[0]
-        )  # None: the host's own attention is what counts
+        # None means that the layer leaves the work to its own attention. That output counts then,
+        # and it must pass through this hook to get a gradient.
+        out = stock() if output is None else output[0]
         if out.requires_grad:
-            plain = (
-                out.detach()
-            )  # a hook that refers to its own tensor is never freed, nor is the layer's call
+            # A hook that refers to its own tensor is never freed, and neither is the layer's call.
+            plain = out.detach()
             out.register_hook(lambda gradient: on_gradient(name, call, plain, gradient))
         return out, None if output is None else output[1]
 
     with ExitStack() as handles:
         for name, hyper in patched_layers(model):
-            handles.enter_context(hyper.register_forward_hook(partial(hook, name=name)))
+            hook = partial(watch_output, name=name)
+            handles.enter_context(hyper.register_forward_hook(hook))
         yield
 
 
 @contextmanager
-def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """No parameter gets a gradient, and the output of the embedding does."""
+def freeze_parameters(model: PreTrainedModel) -> Iterator[None]:
+    """Compute gradients of activations only, not of parameters, while the block runs."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    ask = lambda _, __, out: out.requires_grad_()
-    with model.get_input_embeddings().register_forward_hook(ask), torch.enable_grad():
+    # Without trainable parameters, autograd records nothing unless the embeddings ask for it.
+    hook = model.get_input_embeddings().register_forward_hook(require_gradient)
+    with hook, torch.enable_grad():
         for name in trained:
             model.get_parameter(name).requires_grad_(False)
         try:
             yield
         finally:
-            for name in trained:  # by name: offload puts new ones in their place
+            # Look parameters up by name: offloading replaces the parameter objects.
+            for name in trained:
                 model.get_parameter(name).requires_grad_(True)
 
 
+def require_gradient(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    """Forward hook that makes a module's output require a gradient."""
+    return output.requires_grad_()
+
+
 @contextmanager
-def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, but for the layers themselves, which recompute what is inside them where the family can."""
+def checkpoint_layers(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode, but recompute each layer's activations on the way back.
+
+    Families without `GradientCheckpointingLayer` keep all their activations.
+    """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [(layer, layer.gradient_checkpointing, vars(layer).get(FUNCTION)) for layer in layers]
     with evaluation_mode(model):
         for layer in layers:
-            layer.training = True  # of the layer alone: the dropout inside stays off
+            # Transformers checkpoints only in training mode. Set it for this module only, not for
+            # its children, so that dropout stays off.
+            layer.training = True
             layer.gradient_checkpointing = True
             setattr(layer, FUNCTION, partial(checkpoint, use_reentrant=True))
         try:
             yield
         finally:
-            for layer, on, function in before:
-                layer.gradient_checkpointing = on
-                delattr(layer, FUNCTION) if function is None else setattr(layer, FUNCTION, function)
+            for layer, enabled, function in before:
+                layer.gradient_checkpointing = enabled
+                if function is None:
+                    delattr(layer, FUNCTION)
+                else:
+                    setattr(layer, FUNCTION, function)

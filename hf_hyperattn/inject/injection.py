@@ -1,4 +1,7 @@
-"""Injection as a whole: measure rules, allocate them, try the allocation, verify it on text that had no part in it."""
+"""Injection from start to end: measure rules, choose an allocation, and verify it on unused text.
+
+Read `Injection.run` for the steps. `CausalInjection` and `EncoderInjection` define what is lost.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,23 @@ from transformers import PreTrainedModel
 from ..analysis.cost import PeakMemory
 from ..integration import patch_model, unpatch_model
 from .allocate import Allocation
-from .costs import Cost, CostName, cost_of
+from .costs import Cost, CostName, resolve_cost
 from .retrieval import Example
 from .rules import CandidateRule
 
-#: The part that is chosen on must keep this much of the budget: the texts to come are others.
+#: An allocation is chosen only if its losses are within this share of their budgets, because it
+#: will be verified, and used, on other texts.
 MARGIN = 0.8
-#: Timed passes of the original and of the patched model, in turn.
+#: Timed passes of the original model and of the patched model.
 ROUNDS = 5
-Losses = dict[str, float]  # by text
-Item = Tensor | Example  # a text as token ids, or with answers in it that alone are scored
+#: For each text or task, its loss.
+Losses = dict[str, float]
+#: A text as token ids, or an example, where only the answers are scored.
+Item = Tensor | Example
 
 
 class Progress(Protocol):
-    """What hears of the work as it goes."""
+    """Progress callbacks."""
 
     def describe(self, text: str) -> None: ...
 
@@ -38,22 +44,30 @@ class Progress(Protocol):
 
 @dataclass
 class Injection(ABC):
-    """Makes the attention of a model cheaper within a budget of loss.
+    """Base class: make a pretrained model's attention cheaper without training, within a budget.
 
     Args:
-        model: in evaluation mode, not patched; `run` patches it.
-        texts: to measure on, to choose on, to verify on, by name: token ids [N], for an encoder passages [B, N].
-        rules: the candidates. length: tokens of a text or passage.
-        budget: largest loss. pairs: compute this share of the pairs (of what `cost` names), whatever it loses.
-        rivals: rules that are measured to be compared with, and never chosen.
-        cost: what is to be little: see `choose`.
+        model: Unpatched model in evaluation mode. `run` patches it in place.
+        texts: Three mappings from text name to token ids: to measure on, to choose on, to verify
+            on. Token ids have shape [N] for causal models and [B, N] (passages) for encoders.
+        rules: Candidate rules.
+        length: Number of tokens per text or passage.
+        budget: Largest accepted loss.
+        pairs: If given, spend this share of the cost; the budget then no longer blocks.
+        rivals: Rules that are measured for comparison but never chosen.
+        cost: Quantity to minimise: "pairs", "bytes" or "time". See `choose`.
 
     Attributes:
-        tried: all allocations that were tried, with their losses on the texts to choose on.
-        rejected: those that the held-out texts refused, with their losses there.
-        alone: by layer [H, C], what every rule was measured to lose at one head (of an encoder: layer) while all others
-            are exact, those of rivals last. costs: of `rules`, the same, corrected by what was tried.
-        allocation: what the model is patched with in the end.
+        tried: Allocations tried on the second texts, with their losses.
+        rejected: Allocations that failed verification, with their losses on the third texts.
+        alone: For each layer, the measured loss [H, C] of every rule applied to one head
+            (encoders: one layer) while all others are exact. Columns of `rivals` come last.
+        costs: As `alone`, for `rules` only, corrected by the allocations tried so far.
+        allocation: The allocation that the model is patched with in the end.
+        times: Measured times of the rules, if `cost` is "time".
+        metric: Name of the quality measure in the report.
+        tries: Number of allocations that `search_allocation` tries.
+        unit: What gets a rule of its own: "head" or "layer".
     """
 
     model: PreTrainedModel
@@ -72,121 +86,159 @@ class Injection(ABC):
     times: Cost | None = field(default=None, init=False)
     metric: ClassVar[str]
     tries: ClassVar[int]
-    unit: ClassVar[str]  # what has a rule of its own
+    unit: ClassVar[str]
 
     @abstractmethod
-    def steps(self) -> int:
-        """Of the progress."""
+    def count_steps(self) -> int:
+        """Return the number of progress steps of a run."""
 
     @abstractmethod
-    def measure(self) -> None:
-        """Find what every rule costs, on the first texts."""
+    def measure_rules(self) -> None:
+        """Measure the loss of every rule on the first texts. Sets `alone` and `costs`."""
 
     @abstractmethod
-    def search(self) -> Allocation | None:
-        """The cheapest allocation that keeps `MARGIN` of the budget on the second texts, None if none does."""
+    def search_allocation(self) -> Allocation | None:
+        """Return the cheapest allocation that keeps `MARGIN` of the budget on the second texts.
+
+        Returns None if no tried allocation does.
+        """
 
     @abstractmethod
-    def hidden(self, item: Item) -> Tensor:
-        """What the model makes of one text; this is timed."""
+    def compute_hidden(self, item: Item) -> Tensor:
+        """Run the model on one text. This is the part that is timed."""
 
     @abstractmethod
-    def value(self, hidden: Tensor, item: Item) -> Any:
-        """What `scores` compares."""
+    def evaluate_hidden(self, hidden: Tensor, item: Item) -> Any:
+        """Return what `compare_values` needs of one text."""
 
     @abstractmethod
-    def scores(self, before: Any, after: Any) -> tuple[float, float, float]:
-        """The metric before and after, and the loss, of one text."""
+    def compare_values(self, before: Any, after: Any) -> tuple[float, float, float]:
+        """Return the metric before, the metric after, and the loss of one text."""
 
-    def safer(self, chosen: Allocation) -> Iterator[Allocation]:
-        """What is verified, one after the other until one holds: fixed before any held-out text is read."""
-        yield chosen
-        if self.pairs is None:
-            fit = [a for a, losses in self.tried if a.cost > chosen.cost and self.keeps(losses)]
-            yield from sorted({a.cost: a for a in fit}.values(), key=lambda a: a.cost)
+    @abstractmethod
+    def choose_allocation(
+        self, pairs: float, rules: Sequence[CandidateRule] | None = None
+    ) -> Allocation:
+        """Return the allocation of least predicted loss at a share of the cost.
 
-    def bar(self, name: str) -> float | None:
-        """The largest loss of a text, None where any is allowed."""
-        return self.budget
-
-    def keeps(self, losses: Losses, margin: float = MARGIN) -> bool:
-        """Whether all losses keep this share of their budgets."""
-        bars = {name: self.bar(name) for name in losses}
-        return all(bar is None or losses[name] <= margin * bar for name, bar in bars.items())
+        Args:
+            pairs: Share of the cost.
+            rules: Rules to choose from, by their losses in `alone`. None: the candidates, by
+                their corrected losses.
+        """
 
     def run(self, progress: Progress) -> dict[str, Any]:
-        """The whole of it; a report, as plain data, of pairs, loss, time and memory on the held-out texts.
+        """Measure, choose and verify, and leave the model patched.
 
-        Where the held-out texts refuse the choice, the next safer candidate takes its place, and so on; the report says
-        how many were refused, and under "accepted" whether one was not.
+        If verification exceeds a budget, the next safer candidate is verified. The report lists
+        the refused candidates, and under "accepted" whether the last one passed.
+
+        Args:
+            progress: Progress callbacks.
+
+        Returns:
+            A report as JSON-serialisable data: pairs, losses, time and memory on the third texts.
 
         Raises:
-            ValueError: no rule keeps the budget, or the model is of another kind.
+            ValueError: No rule keeps the budget, or the model is of another kind.
         """
         self.progress = progress
-        self.measure()
+        self.measure_rules()
         progress.describe("the model as it is")
-        allocation = self.search()
+        allocation = self.search_allocation()
         if allocation is None or allocation.config() is None:
-            if self.pairs is not None:
-                raise ValueError(
-                    f"at {self.pairs:g} of the cost all attention stays exact; allowed: a smaller share"
-                )
-            raise ValueError(
-                f"no rule keeps within the budget of {self.budget:g} on these texts: all attention stays exact; "
-                "allowed: a larger budget, or longer texts"
-            )
+            raise self.explain_failure()
         progress.describe("verifying on held-out text")
-        candidates = list(self.safer(allocation))
-        stock = self.read_held_out()
-        self.note_stock(stock[0])
+        # Fixed before a third text is read, so that these texts cannot influence the order.
+        candidates = list(self.list_candidates(allocation))
+        before, memory_before = self.read_held_out()
+        self.note_original(before)
         for candidate in candidates:
-            self.allocation = candidate
             if self.rejected:
                 unpatch_model(self.model)
-            self.patch(candidate)
-            sparse = self.read_held_out()
-            losses = self.losses(stock[0], sparse[0])
-            accepted = self.pairs is not None or self.keeps(losses, 1.0)
+            self.allocation = candidate
+            self.apply_allocation(candidate)
+            after, memory_after = self.read_held_out()
+            losses = self.compute_losses(before, after)
+            # A requested share of the cost is accepted at any loss.
+            accepted = self.pairs is not None or self.meets_budgets(losses, 1.0)
             if accepted:
                 break
-            self.rejected.append((self.allocation, losses))
+            self.rejected.append((candidate, losses))
             progress.describe(
-                f"on held-out text {self.allocation.pairs:.1%} of the pairs exceed a budget"
+                f"on held-out text {candidate.pairs:.1%} of the pairs exceed a budget"
             )
-        pair = lambda before, after: {"before": before, "after": after}
         return {
             "metric": self.metric,
             "pairs": self.allocation.pairs,
             "accepted": accepted,
-            **self.verified(stock[0], sparse[0]),
+            **self.report_texts(before, after),
             "refused": [{"pairs": a.pairs, "losses": losses} for a, losses in self.rejected],
-            "seconds": self.time_in_turn(),
-            "memory": pair(stock[1], sparse[1]),
+            "seconds": self.time_both_models(),
+            "memory": {"before": memory_before, "after": memory_after},
             "length": self.length,
         }
 
-    def note_stock(self, before: dict[str, Any]) -> None:
-        """Note what the original model is worth on the texts, before candidates are compared with it."""
+    def explain_failure(self) -> ValueError:
+        """Return the error for a search that found no cheaper attention."""
+        if self.pairs is not None:
+            return ValueError(
+                f"at {self.pairs:g} of the cost all attention stays exact; allowed: a smaller share"
+            )
+        return ValueError(
+            f"no rule keeps within the budget of {self.budget:g} on these texts: all attention "
+            "stays exact; allowed: a larger budget, or longer texts"
+        )
+
+    def list_candidates(self, chosen: Allocation) -> Iterator[Allocation]:
+        """Yield the allocations to verify: the chosen one, then safer ones, the cheapest first."""
+        yield chosen
+        if self.pairs is None:
+            safer = {
+                allocation.cost: allocation
+                for allocation, losses in self.tried
+                if allocation.cost > chosen.cost and self.meets_budgets(losses)
+            }
+            yield from sorted(safer.values(), key=lambda allocation: allocation.cost)
+
+    def find_budget(self, name: str) -> float | None:
+        """Return the largest loss of a text or task, or None if any loss is allowed."""
+        return self.budget
+
+    def meets_budgets(self, losses: Losses, margin: float = MARGIN) -> bool:
+        """Return whether every loss is within this share of its budget."""
+        budgets = {name: self.find_budget(name) for name in losses}
+        return all(
+            budget is None or losses[name] <= margin * budget for name, budget in budgets.items()
+        )
+
+    def note_original(self, before: dict[str, Any]) -> None:
+        """Use the values of the original model before candidates are compared with it.
+
+        Subclasses override this to ignore texts that cannot judge a candidate.
+        """
         return None
 
     @torch.no_grad()
-    def time_in_turn(self) -> dict[str, dict[str, float]]:
-        """Seconds of a pass over one held-out text, original and patched: median, least and most of `ROUNDS`.
+    def time_both_models(self) -> dict[str, dict[str, float]]:
+        """Time a pass over one third text, with the original and with the patched model.
 
-        The two take turns, so that what else the machine does slows both. One pass each before that is not counted.
-        The model is patched again in the end.
+        Returns:
+            Under "before" and "after", the median, least and most seconds of `ROUNDS` passes.
         """
         item = next(iter(self.texts[2].values()))
         seconds: dict[str, list[float]] = {"before": [], "after": []}
+        # The models take turns, so that other work on the machine slows both. The patched model
+        # comes last, so the model is patched again in the end.
         for i in range(ROUNDS + 1):
             for key in seconds:
                 if key == "before":
                     unpatch_model(self.model)
                 else:
-                    self.patch(self.allocation)
+                    self.apply_allocation(self.allocation)
                 start = time.perf_counter()
-                self.hidden(item)
+                self.compute_hidden(item)
+                # The first round also pays for one-time setup and does not count.
                 if i:
                     seconds[key].append(time.perf_counter() - start)
         return {
@@ -194,122 +246,140 @@ class Injection(ABC):
             for key, taken in seconds.items()
         }
 
-    def patch(self, allocation: Allocation) -> None:
-        """Patch the model, as far as some head is not exact."""
+    def apply_allocation(self, allocation: Allocation) -> None:
+        """Patch the model with an allocation. Nothing is patched if every head is exact."""
         config = allocation.config()
         if config is not None:
             patch_model(self.model, config)
 
-    def losses(self, before: dict[str, Any], after: dict[str, Any]) -> Losses:
-        """By text."""
-        return {name: self.scores(value, after[name])[2] for name, value in before.items()}
+    def compute_losses(self, before: dict[str, Any], after: dict[str, Any]) -> Losses:
+        """Return the loss of each text."""
+        return {name: self.compare_values(value, after[name])[2] for name, value in before.items()}
 
-    def verified(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-        """What the report says of the held-out texts."""
+    def report_texts(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of the report about the third texts."""
         keys = ("before", "after", "loss")
-        return {
-            "texts": {
-                name: dict(zip(keys, self.scores(b, after[name]))) for name, b in before.items()
-            }
+        rows = {
+            name: dict(zip(keys, self.compare_values(value, after[name])))
+            for name, value in before.items()
         }
+        return {"texts": rows}
 
     @torch.no_grad()
-    def read(self, texts: Mapping[str, Item]) -> dict[str, Any]:
-        """The values of all texts."""
+    def read_texts(self, texts: Mapping[str, Item]) -> dict[str, Any]:
+        """Run the model on all texts and return their values by name."""
         values = {}
-        for name, ids in texts.items():
-            values[name] = self.value(self.hidden(ids), ids)
+        for name, item in texts.items():
+            values[name] = self.evaluate_hidden(self.compute_hidden(item), item)
             self.progress.advance(1)
         return values
 
     def read_held_out(self) -> tuple[dict[str, Any], int]:
-        """The values of the third texts, and the most memory in use, in bytes."""
-        with torch.no_grad():  # what is set up on first use is no part of the memory
-            self.hidden(next(iter(self.texts[2].values())))
+        """Return the values of the third texts, and the peak memory in bytes."""
+        # A first pass, so that one-time setup does not count as memory of the model.
+        with torch.no_grad():
+            self.compute_hidden(next(iter(self.texts[2].values())))
         with PeakMemory(self.model.device) as memory:
-            values = self.read(self.texts[2])
+            values = self.read_texts(self.texts[2])
         return values, memory.peak
 
-    def losses_under(self, allocation: Allocation, part: int, before: dict[str, Any]) -> Losses:
-        """The losses of a part of the texts under an allocation; the model is left as it was."""
+    def measure_losses(self, allocation: Allocation, part: int, before: dict[str, Any]) -> Losses:
+        """Return the losses of one part of the texts under an allocation.
+
+        The model is unpatched again afterwards.
+        """
         config = allocation.config()
         if config is None:
             return dict.fromkeys(before, 0.0)
         patch_model(self.model, config)
         try:
-            after = self.read(self.texts[part])
+            after = self.read_texts(self.texts[part])
         finally:
             unpatch_model(self.model)
-        return self.losses(before, after)
+        return self.compute_losses(before, after)
 
-    @abstractmethod
-    def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        """The allocation of least predicted loss at a share of the cost; of `rules` by what they lose alone."""
-
-    def losses_of(self, rules: Sequence[CandidateRule]) -> dict[str, Tensor]:
-        """What these rules lose alone."""
-        all_ = [*self.rules, *self.rivals]
-        columns = [all_.index(rule) for rule in rules]
+    def select_losses(self, rules: Sequence[CandidateRule]) -> dict[str, Tensor]:
+        """Return the columns of `alone` that belong to these rules."""
+        measured = [*self.rules, *self.rivals]
+        columns = [measured.index(rule) for rule in rules]
         return {name: losses[:, columns] for name, losses in self.alone.items()}
 
-    def compared(self) -> dict[str, Item]:
-        """What rivals read."""
-        return dict(self.texts[2])
-
-    def compare(self, progress: Progress) -> dict[str, dict[str, Any]]:
-        """Rivals at no more of the cost than the choice: each family of rules, one for all and chosen by head or layer.
-
-        They are chosen by what rules lose alone, without the corrections of the choice, which the model has afterwards.
-        All read held-out texts, causal models also copies of them, and one text that asks for needles, values,
-        variables and a classification ("mixture").
-        """
-        items = self.compared()
-        self.texts = [*self.texts[:2], {**self.texts[2], **items}]
-        here = self.read(items)
-        unpatch_model(self.model)
-        stock = self.read(items)
-        shown = {
-            "this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}
-        }
-        for label, rival in self.rival_allocations().items():
-            progress.describe(f"comparing with {label}")
-            self.patch(rival)
-            after = self.read(items)
-            unpatch_model(self.model)
-            shown[label] = {"pairs": rival.pairs, "losses": self.losses(stock, after)}
-        self.patch(self.allocation)
-        return shown
-
-    def rival_allocations(self) -> dict[str, Allocation]:
-        """By label; those that no rule of a family is cheap enough for are left out."""
-        families: dict[str, list[CandidateRule]] = {}
-        for rule in (*self.rules, *self.rivals):
-            families.setdefault(rule.family, []).append(rule)
-        all_, made = [*self.rules, *self.rivals], {}
-        total = torch.stack([losses.sum(0) for losses in self.alone.values()]).sum(0)
-        of = self.times or cost_of(self.cost, all_, self.length)
-        for family, rules in families.items():
-            cheap = [rule for rule in rules if of(rule, self.length) <= self.allocation.cost]
-            if cheap:
-                one = min(cheap, key=lambda rule: total[all_.index(rule)].item())
-                layers = {name: (one,) * len(losses) for name, losses in self.alone.items()}
-                made[f"{family}, one for all"] = Allocation(layers, self.length)
-                made[f"{family}, by {self.unit}"] = self.choose(self.allocation.cost, rules)
-        return made
-
-    def attempt(self, allocation: Allocation, before: dict[str, Any]) -> None:
-        """Try an allocation on the second texts; what has been tried is not read again."""
+    def try_allocation(self, allocation: Allocation, before: dict[str, Any]) -> None:
+        """Add an allocation and its losses on the second texts to `tried`."""
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs")
-        found = next(
+        # Different shares of the cost often give the same rules. Do not run them again.
+        known = next(
             (losses for made, losses in self.tried if made.layers == allocation.layers), None
         )
-        if found is None:
-            found = self.losses_under(allocation, 1, before)
+        if known is None:
+            known = self.measure_losses(allocation, 1, before)
         else:
             self.progress.advance(len(self.texts[1]))
-        self.tried.append((allocation, found))
+        self.tried.append((allocation, known))
+
+    def compare_rivals(self, progress: Progress) -> dict[str, dict[str, Any]]:
+        """Compare the allocation with other choices that cost at most as much.
+
+        Each family of rules is tried twice: one rule for everything, and a choice per head
+        (encoders: per layer). Rivals are chosen by single-head losses, without corrections. The
+        model has the allocation again afterwards.
+
+        Args:
+            progress: Progress callbacks.
+
+        Returns:
+            For each label, the share of pairs and the losses on the third texts. Causal models
+            also read a copied text and a "mixture" of retrieval tasks.
+        """
+        items = self.make_comparison_texts()
+        # The new texts become part of the third ones, so that their tasks are found by name.
+        self.texts = [*self.texts[:2], {**self.texts[2], **items}]
+        chosen = self.read_texts(items)
+        unpatch_model(self.model)
+        original = self.read_texts(items)
+        results = {
+            "this choice": {
+                "pairs": self.allocation.pairs,
+                "losses": self.compute_losses(original, chosen),
+            }
+        }
+        for label, rival in self.choose_rivals().items():
+            progress.describe(f"comparing with {label}")
+            self.apply_allocation(rival)
+            after = self.read_texts(items)
+            unpatch_model(self.model)
+            results[label] = {"pairs": rival.pairs, "losses": self.compute_losses(original, after)}
+        self.apply_allocation(self.allocation)
+        return results
+
+    def make_comparison_texts(self) -> dict[str, Item]:
+        """Return the texts that `compare_rivals` reads."""
+        return dict(self.texts[2])
+
+    def choose_rivals(self) -> dict[str, Allocation]:
+        """Return the rival allocations by label.
+
+        Families without a rule that is cheap enough are left out.
+        """
+        measured = [*self.rules, *self.rivals]
+        families: dict[str, list[CandidateRule]] = {}
+        for rule in measured:
+            families.setdefault(rule.family, []).append(rule)
+        total = torch.stack([losses.sum(0) for losses in self.alone.values()]).sum(0)
+        cost = self.times or resolve_cost(self.cost, measured, self.length)
+        rivals: dict[str, Allocation] = {}
+        for family, rules in families.items():
+            cheap = [rule for rule in rules if cost(rule, self.length) <= self.allocation.cost]
+            if cheap:
+                best = min(cheap, key=lambda rule: total[measured.index(rule)].item())
+                layers = {name: (best,) * len(losses) for name, losses in self.alone.items()}
+                rivals[f"{family}, one for all"] = Allocation(layers, self.length)
+                rivals[f"{family}, by {self.unit}"] = self.choose_allocation(
+                    self.allocation.cost, rules
+                )
+        return rivals
 
 
 def ids_of(item: Item) -> Tensor:
-    """The token ids."""
+    """Return the token ids of a text or an example."""
     return item.ids if isinstance(item, Example) else item

@@ -1,4 +1,7 @@
-"""From which length of text on a patched model takes less time than its own attention would, on this machine."""
+"""Find the shortest text length at which a patched model is faster than the original.
+
+`pays_from` halves or doubles the length until the comparison changes.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,30 @@ from transformers import PreTrainedModel
 
 from ..analysis.cost import attention_times
 
-#: The shortest and the longest text that is timed.
+#: Shortest and longest text that is timed, in tokens.
 SHORTEST, LONGEST = 128, 8192
-#: Up to so many times the length that rules were chosen for.
+#: Texts are timed up to this multiple of the length that the rules were chosen for.
 BEYOND = 4
-#: Times that differ by less are called equal.
+#: Relative time differences below this count as equal.
 NOISE = 0.02
 
 
 @dataclass(frozen=True)
 class Pays:
-    """What was timed.
+    """Attention times by text length.
 
     Args:
-        start: the shortest length timed from which on all longer ones were faster; None where the longest was not.
-        seconds: of all patched layers by length: by their own attention, and as patched.
+        start: Shortest timed length such that it and all longer ones were faster. None if the
+            longest one was not faster.
+        seconds: For each length, the seconds of all patched layers with their own attention and
+            as patched.
     """
 
     start: int | None
     seconds: dict[int, tuple[float, float]]
 
-    def text(self) -> str:
-        """As a sentence."""
+    def to_sentence(self) -> str:
+        """Return the result as a sentence."""
         longest = max(self.seconds)
         if self.start is None:
             return f"It is not faster at any length timed, up to {longest:,} tokens."
@@ -43,46 +48,57 @@ class Pays:
 def pays_from(model: PreTrainedModel, ids: Tensor, longest: int | None = None) -> Pays:
     """Time the patched layers at halved or doubled lengths until they change from slower to faster.
 
-    Both attentions run in one pass, one after the other in every layer, so that other work on the machine slows both.
+    Both attentions run in the same pass, layer by layer, so that other work on the machine slows
+    both.
 
     Args:
-        model: patched. ids: a text [N] or passages [B, N]; it is repeated where more is needed.
-        longest: what the model reads at most.
+        model: A patched model.
+        ids: A text [N] or passages [B, N]. It is repeated if more tokens are needed.
+        longest: Largest length that the model can read. None: no limit.
     """
     length = ids.shape[-1]
-    seconds = {length: timed(model, ids)}
+    seconds = {length: time_attention(model, ids)}
     most = min(BEYOND * length, LONGEST, longest or LONGEST)
-    with unheard():
-        at = length
-        while faster(seconds[at]) and at // 2 >= SHORTEST:
-            at //= 2
-            seconds[at] = timed(model, ids[..., :at])
-        at = length
-        while not faster(seconds[at]) and at * 2 <= most:
-            at *= 2
-            seconds[at] = timed(model, ids.repeat(*(1,) * (ids.dim() - 1), at // length))
+    with silence_warnings():
+        # Faster here: look for the shortest length that is still faster.
+        tried = length
+        while is_faster(seconds[tried]) and tried // 2 >= SHORTEST:
+            tried //= 2
+            seconds[tried] = time_attention(model, ids[..., :tried])
+        # Not faster here: look for a longer one that is. Only one of the two loops does anything.
+        tried = length
+        while not is_faster(seconds[tried]) and tried * 2 <= most:
+            tried *= 2
+            repeats = (*(1,) * (ids.dim() - 1), tried // length)
+            seconds[tried] = time_attention(model, ids.repeat(repeats))
+    return Pays(find_start(seconds), dict(sorted(seconds.items())))
+
+
+def find_start(seconds: dict[int, tuple[float, float]]) -> int | None:
+    """Return the shortest length such that it and all longer ones were faster, or None."""
     start = None
-    for at in sorted(seconds, reverse=True):
-        if not faster(seconds[at]):
+    for length in sorted(seconds, reverse=True):
+        if not is_faster(seconds[length]):
             break
-        start = at
-    return Pays(start, dict(sorted(seconds.items())))
+        start = length
+    return start
 
 
-def timed(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
-    """Seconds of stock attention and as patched; what is set up on first use is no part of them."""
+def time_attention(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
+    """Return the seconds of the original attention and of the patched one."""
+    # A first pass, not counted, pays for one-time setup such as compiled kernels.
     attention_times(model, ids)
     return attention_times(model, ids)
 
 
-def faster(seconds: tuple[float, float]) -> bool:
-    """Whether the second is less than the first, beyond noise."""
+def is_faster(seconds: tuple[float, float]) -> bool:
+    """Return whether the second time is less than the first, beyond noise."""
     return seconds[1] < (1 - NOISE) * seconds[0]
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """Without the warning that a text is longer than what rules were chosen for."""
+def silence_warnings() -> Iterator[None]:
+    """Suppress the warning that a text is longer than the rules were chosen for."""
     logger = logging.getLogger("hf_hyperattn")
     level = logger.level
     logger.setLevel(logging.ERROR)

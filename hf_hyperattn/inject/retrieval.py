@@ -1,10 +1,14 @@
-"""Tests of retrieval for causal models: what must be found far back in a text, made for a length in tokens.
+"""Retrieval tests for causal models: answers that can only be predicted from far back in the text.
 
-The tasks follow RULER's definitions (2404.06654): needles in a haystack (single, several keys, several values) and
-variable tracking; beside them far repetition (a text twice) and classification whose examples lie far back. The
-haystack is any text, everything hidden in it is drawn from word lists by a seed. Every example is scored by the
-log-likelihood of its answers, and by whether the most likely token is right at each token of an answer, which is when
-greedy decoding gives exactly that answer.
+Read the functions `hide_...` for the tasks, `assemble_example` for how an example is put together,
+and `score_hidden` for how it is scored.
+
+The tasks follow RULER (arXiv 2404.06654): needles in a haystack (one key, several keys, several
+values) and variable tracking. Two tasks are added: copying (a text twice) and classification with
+few-shot examples far back. Any text can be the haystack. Everything hidden in it is drawn from
+word lists by a seed. An answer is scored by its log-likelihood, and by whether the most likely
+token is right at each of its tokens. The latter holds if and only if greedy decoding gives exactly
+this answer.
 """
 
 from __future__ import annotations
@@ -23,46 +27,57 @@ from transformers import PreTrainedModel
 from ..fields import refuse
 from .gradients import Head, final_hidden
 
+#: Words that name hidden numbers.
 ADJECTIVES = (
-    "amber bold brave calm clear cold dark deep dry early fair fast flat free fresh gentle glad golden grand green "
-    "happy heavy hidden hollow honest humble kind large late light little lonely loud lucky narrow new noble old pale "
-    "plain proud quick quiet rare rich round rough sharp silent silver simple slow small smooth soft strong sweet tall "
-    "thin tired warm white wide wild wise young"
+    "amber bold brave calm clear cold dark deep dry early fair fast flat free fresh gentle "
+    "glad golden grand green happy heavy hidden hollow honest humble kind large late light "
+    "little lonely loud lucky narrow new noble old pale plain proud quick quiet rare rich "
+    "round rough sharp silent silver simple slow small smooth soft strong sweet tall thin "
+    "tired warm white wide wild wise young"
 ).split()
 NOUNS = (
-    "anchor apron arrow barrel basket beacon bell bottle bridge broom bucket button cabin candle canyon carpet castle "
-    "chimney circle clock coat corner cottage cradle curtain desk dial door engine fence ferry field flag forest "
-    "fountain garden gate hammer harbor island kettle ladder lamp lantern letter mill mirror museum needle orchard "
-    "oven paddle palace pillow planet pocket river road saddle ship shop spoon statue stove tower tunnel valley violin "
-    "wagon wall window"
+    "anchor apron arrow barrel basket beacon bell bottle bridge broom bucket button cabin "
+    "candle canyon carpet castle chimney circle clock coat corner cottage cradle curtain desk "
+    "dial door engine fence ferry field flag forest fountain garden gate hammer harbor island "
+    "kettle ladder lamp lantern letter mill mirror museum needle orchard oven paddle palace "
+    "pillow planet pocket river road saddle ship shop spoon statue stove tower tunnel valley "
+    "violin wagon wall window"
 ).split()
-#: Words to classify, and what their kinds are called in the task: nothing that a model could know.
+#: Words to classify, by the name of their kind in the task. The names are invented, so that a model
+#: must read the examples to know them.
 KINDS = {
     "nal": "apple banana cherry grape lemon mango orange peach pear plum melon berry".split(),
     "rop": "bear cat cow dog duck fox goat horse lion mouse pig wolf".split(),
     "tib": "arm chin ear elbow eye finger foot hand knee leg neck nose".split(),
 }
-HOPS, NEEDLES, DEPTHS = 4, 4, 10
-#: Tasks of a mixture, in their order.
+#: Assignments after the first one in a variable-tracking chain.
+HOPS = 4
+#: Needles per example in the tasks with several keys or values.
+NEEDLES = 4
+#: Depths at which single needles are hidden.
+DEPTHS = 10
+#: Tasks of a mixture, in the order in which they are added while they fit.
 MIXED = ("needle", "few_shot", "variables", "needle_values", *("needle",) * (DEPTHS - 1))
-#: Of an example at least this share is haystack.
+#: Smallest share of an example that must be haystack.
 LEAST_HAYSTACK = 0.25
-#: Tokens of an example: two, twice.
+#: Smallest number of tokens of an example: two tokens, twice.
 LEAST_LENGTH = 4
-#: Before an answer and what counts of it: pieces of the end of an example.
+#: End of an example: pieces of text, and whether each is an answer.
 Tail = list[tuple[str, bool]]
+#: Maps text to token ids without special tokens.
 Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text whose last tokens can be predicted from far back.
+    """A text with answers that can be predicted from far back.
 
     Args:
-        task: its name in `TASKS`, or "mixture".
-        ids: token ids [N].
-        spans: (start, stop) of the tokens that are answers; nothing else is scored.
-        depth: where the thing lies that is asked for, as a share of the haystack; None where it lies in several places.
+        task: Name in `TASKS`, "copying" or "mixture".
+        ids: Token ids [N].
+        spans: (start, stop) of the answer tokens. Only these are scored.
+        depth: Position of the needed information, as a share of the haystack. None: it is in
+            several places.
     """
 
     task: str
@@ -72,7 +87,7 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answers."""
+        """Return the number of answer tokens."""
         return sum(stop - start for start, stop in self.spans)
 
 
@@ -81,9 +96,9 @@ class Score:
     """How well answers were predicted.
 
     Args:
-        nats: negative log-likelihood, a token of the answers.
-        exact: the share of answers that greedy decoding gives.
-        right: the share of the answers' tokens that are the most likely ones.
+        nats: Negative log-likelihood per answer token.
+        exact: Share of the answers that greedy decoding gives.
+        right: Share of the answer tokens that are the most likely ones.
     """
 
     nats: float
@@ -91,91 +106,97 @@ class Score:
     right: float = 0.0
 
     def loss(self, before: Score) -> float:
-        """Relative rise of the perplexity of the answers, from that of another score."""
+        """Return the relative rise of the answers' perplexity since `before`."""
         return math.expm1(self.nats - before.nats)
 
 
 @dataclass
 class Hidden:
-    """What a task hides in a haystack, (depth, text), and how its example ends."""
+    """Content that a task adds to a haystack.
+
+    Args:
+        inserts: (depth, text) of the hidden pieces. A depth is a share of the haystack.
+        tail: Question and answers at the end of the example.
+        depth: Depth of the needed information. None: it is in several places.
+    """
 
     inserts: list[tuple[float, str]]
     tail: Tail
     depth: float | None = None
 
 
-def number(draw: random.Random) -> str:
-    """Five digits, as text."""
+def draw_number(draw: random.Random) -> str:
+    """Draw a number of five digits, as text."""
     return str(draw.randrange(10_000, 100_000))
 
 
-def names(draw: random.Random, count: int) -> list[str]:
-    """Keys of needles: an adjective and a noun each, no noun twice."""
+def draw_keys(draw: random.Random, count: int) -> list[str]:
+    """Draw keys of needles, each an adjective and a noun. No noun appears twice."""
     return [f"{draw.choice(ADJECTIVES)} {noun}" for noun in draw.sample(NOUNS, count)]
 
 
 def needle_text(key: str, value: str) -> str:
-    """What is hidden."""
+    """Return the sentence that is hidden for a key."""
     return f"\nThe secret number of the {key} is {value}.\n"
 
 
-def question(key: str, value: str) -> Tail:
-    """What asks for a number, and the answer."""
-    return [
-        (
-            f"\nQuestion: what is the secret number of the {key}?\nThe secret number of the {key} is",
-            False,
-        ),
-        (f" {value}", True),
-    ]
+def ask_number(key: str, value: str) -> Tail:
+    """Return the question for the number of a key, and its answer."""
+    ask = f"\nQuestion: what is the secret number of the {key}?\nThe secret number of the {key} is"
+    return [(ask, False), (f" {value}", True)]
 
 
-def needle(draw: random.Random, depth: float) -> Hidden:
-    """One key, one number (RULER: niah_single)."""
-    (key,), value = names(draw, 1), number(draw)
-    return Hidden([(depth, needle_text(key, value))], question(key, value), depth)
+def hide_needle(draw: random.Random, depth: float) -> Hidden:
+    """Hide one number under one key (RULER: niah_single)."""
+    (key,) = draw_keys(draw, 1)
+    value = draw_number(draw)
+    return Hidden([(depth, needle_text(key, value))], ask_number(key, value), depth)
 
 
-def needle_keys(draw: random.Random, depth: float) -> Hidden:
-    """Four keys with a number each, one of them asked for (niah_multikey)."""
-    keys, values = names(draw, NEEDLES), [number(draw) for _ in range(NEEDLES)]
+def hide_needle_keys(draw: random.Random, depth: float) -> Hidden:
+    """Hide four keys with one number each, and ask for one of them (RULER: niah_multikey)."""
+    keys = draw_keys(draw, NEEDLES)
+    values = [draw_number(draw) for _ in range(NEEDLES)]
+    # The first needle is asked for and lies at the given depth, the others anywhere.
     depths = [depth, *(draw.random() for _ in keys[1:])]
     inserts = [(d, needle_text(k, v)) for d, k, v in zip(depths, keys, values)]
-    return Hidden(inserts, question(keys[0], values[0]), depth)
+    return Hidden(inserts, ask_number(keys[0], values[0]), depth)
 
 
-def needle_values(draw: random.Random, depth: float) -> Hidden:
-    """One key with four numbers, all asked for in their order (niah_multivalue)."""
-    (key,), values = names(draw, 1), [number(draw) for _ in range(NEEDLES)]
+def hide_needle_values(draw: random.Random, depth: float) -> Hidden:
+    """Hide four numbers under one key, and ask for all in text order (RULER: niah_multivalue)."""
+    (key,) = draw_keys(draw, 1)
+    values = [draw_number(draw) for _ in range(NEEDLES)]
     inserts = [((depth + i / NEEDLES) % 1, needle_text(key, v)) for i, v in enumerate(values)]
+    # Depths wrap around at the end of the haystack, so the order must be read from the inserts.
     ordered = [text.rstrip(".\n").split()[-1] for _, text in sorted(inserts)]
     ask = f"\nQuestion: which secret numbers has the {key}?\nThe secret numbers of the {key} are"
-    tail: Tail = [(ask, False)]
-    for value in ordered:
-        tail += [(f" {value}", True), (",", False)]
-    return Hidden(inserts, tail[:-1])
+    return Hidden(inserts, ask_list(ask, ordered))
 
 
-def variables(draw: random.Random, depth: float) -> Hidden:
-    """A number handed on four times, over five variables, all of them asked for (vt)."""
+def hide_variables(draw: random.Random, depth: float) -> Hidden:
+    """Hide a number that is passed on over five variables, and ask for all of them (RULER: vt)."""
     letters = [chr(65 + i) for i in range(26)]
     chain = ["".join(draw.sample(letters, 3)) for _ in range(HOPS + 1)]
-    value = number(draw)
+    value = draw_number(draw)
+    # Sorted, because an assignment must follow the one that it reads.
     places = sorted((depth + i / (HOPS + 1)) % 1 for i in range(HOPS + 1))
-    lines = [
-        f"\nVAR {chain[0]} = {value}\n",
-        *(f"\nVAR {b} = VAR {a}\n" for a, b in zip(chain, chain[1:])),
-    ]
-    tail: Tail = [
-        (f"\nQuestion: which variables hold {value}?\nThe variables that hold {value} are", False)
-    ]
-    for name in chain:
-        tail += [(f" {name}", True), (",", False)]
-    return Hidden(list(zip(places, lines)), tail[:-1])
+    lines = [f"\nVAR {chain[0]} = {value}\n"]
+    lines += [f"\nVAR {b} = VAR {a}\n" for a, b in zip(chain, chain[1:])]
+    ask = f"\nQuestion: which variables hold {value}?\nThe variables that hold {value} are"
+    return Hidden(list(zip(places, lines)), ask_list(ask, chain))
 
 
-def few_shot(draw: random.Random, depth: float) -> Hidden:
-    """Words of three kinds, the kinds under names of no meaning; examples far back, other words to classify."""
+def ask_list(ask: str, answers: Sequence[str]) -> Tail:
+    """Return a question and its answers, separated by commas that are not scored."""
+    tail: Tail = [(ask, False)]
+    for answer in answers:
+        tail += [(f" {answer}", True), (",", False)]
+    return tail[:-1]
+
+
+def hide_few_shot(draw: random.Random, depth: float) -> Hidden:
+    """Hide classified words of three invented kinds, and ask for the kinds of other words."""
     shown, asked = [], []
     for kind, words in KINDS.items():
         drawn = draw.sample(words, 9)
@@ -183,21 +204,24 @@ def few_shot(draw: random.Random, depth: float) -> Hidden:
         asked += [(word, kind) for word in drawn[6:]]
     draw.shuffle(shown)
     draw.shuffle(asked)
-    told = "".join(f"\nWord: {word}. Kind: {kind}." for word, kind in shown)
+    examples_text = "".join(f"\nWord: {word}. Kind: {kind}." for word, kind in shown)
     tail: Tail = []
     for word, kind in asked:
         tail += [(f"\nWord: {word}. Kind:", False), (f" {kind}", True), (".", False)]
-    return Hidden([(depth / 4, told + "\n")], tail[:-1], depth / 4)
+    # In the first quarter of the haystack, so that the examples are always far back.
+    far = depth / 4
+    return Hidden([(far, examples_text + "\n")], tail[:-1], far)
 
 
-#: What is hidden, by task, and at how many depths each is made. "copying" hides nothing: a text comes twice.
+#: The function of each task. "copying" is not here, because it hides nothing.
 TASKS: dict[str, Callable[[random.Random, float], Hidden]] = {
-    "needle": needle,
-    "needle_keys": needle_keys,
-    "needle_values": needle_values,
-    "variables": variables,
-    "few_shot": few_shot,
+    "needle": hide_needle,
+    "needle_keys": hide_needle_keys,
+    "needle_values": hide_needle_values,
+    "variables": hide_variables,
+    "few_shot": hide_few_shot,
 }
+#: Number of examples of each task, each at another depth.
 COUNTS = {"needle": DEPTHS, "needle_keys": 4, "needle_values": 3, "variables": 3, "few_shot": 3}
 
 
@@ -209,39 +233,43 @@ def examples(
     seed: int = 0,
     tasks: Iterable[str] | None = None,
 ) -> list[Example]:
-    """Examples of every task, of `length` tokens each; a task that does not fit that length is left out.
+    """Make examples of every task, each with `length` tokens.
+
+    Tasks that do not fit into this length are left out.
 
     Args:
-        tokenizer: of the model.
-        texts: haystacks, token ids [at least `length`] each, taken in turn; all of them are copied. A BOS token at the
-            start of one is the first token of its examples, and comes once.
-        length: tokens of an example, its answers among them.
-        seed: the same seed, texts and tokenizer give the same examples.
-        tasks: names in `TASKS`, and "copying"; None: all.
+        tokenizer: Tokenizer of the model.
+        texts: Haystacks, token ids [at least `length`] each. They are used in turn; for "copying"
+            all of them are used. If a text begins with a BOS token, so do its examples, and the
+            token does not appear again.
+        length: Number of tokens of an example, including its answers.
+        seed: Random seed. The same seed, texts and tokenizer give the same examples.
+        tasks: Names in `TASKS`, and "copying". None: all.
 
     Raises:
-        ValueError: an unknown task, a length below 4, or a haystack that is too short.
+        ValueError: A task is unknown, the length is below 4, or a haystack is too short.
     """
     chosen = list(("copying", *TASKS) if tasks is None else tasks)
-    check(texts, length, chosen)
-    first = [opening(tokenizer, text) for text in texts]
-    made = (
-        [copying(text, length, n) for text, n in zip(texts, first)] if "copying" in chosen else []
-    )
+    check_request(texts, length, chosen)
+    first = [opening_tokens(tokenizer, text) for text in texts]
+    encode = make_encoder(tokenizer)
+    made = []
+    if "copying" in chosen:
+        made += [copying(text, length, n) for text, n in zip(texts, first)]
     for task in (name for name in TASKS if name in chosen):
         for i in range(COUNTS[task]):
-            draw = random.Random(
-                f"{seed} {task} {i}"
-            )  # a text: the same on every platform and version
+            # Seed with a string: it gives the same numbers on every platform and Python version.
+            draw = random.Random(f"{seed} {task} {i}")
             hidden = TASKS[task](draw, (i + 0.5) / COUNTS[task])
             at = i % len(texts)
-            example = assemble(encoder(tokenizer), texts[at], length, task, hidden, first[at])
-            made += [example] if example else []
+            example = assemble_example(encode, texts[at], length, task, hidden, first[at])
+            if example is not None:
+                made.append(example)
     return made
 
 
-def check(texts: Sequence[Tensor], length: int, tasks: Iterable[str]) -> None:
-    """Refuse unknown tasks and haystacks that are too short."""
+def check_request(texts: Sequence[Tensor], length: int, tasks: Iterable[str]) -> None:
+    """Raise ValueError for an unknown task, an invalid length or a haystack that is too short."""
     unknown = sorted(set(tasks) - {"copying", *TASKS})
     if unknown:
         raise ValueError(
@@ -251,18 +279,20 @@ def check(texts: Sequence[Tensor], length: int, tasks: Iterable[str]) -> None:
     shortest = min((len(text) for text in texts), default=0)
     if shortest < length:
         raise ValueError(
-            f"retrieval: a haystack of {shortest} tokens; allowed: {length} or more, as the examples have"
+            f"retrieval: a haystack of {shortest} tokens; allowed: {length} or more, as the "
+            "examples have"
         )
 
 
 def check_length(length: int) -> None:
-    """Refuse lengths that no example has."""
+    """Raise ValueError if no example can have this number of tokens."""
+    # True is an int in Python, but no length.
     if not isinstance(length, int) or isinstance(length, bool) or length < LEAST_LENGTH:
         refuse("length", length, f"integers from {LEAST_LENGTH}")
 
 
 def refuse_names(texts: Iterable[str], tasks: Collection[str]) -> None:
-    """Refuse texts that are called like a task, or like one of its examples, which have numbers."""
+    """Raise ValueError if a text has the name of a task, or of one of its numbered examples."""
     for name in texts:
         if re.sub(r" \d+$", "", name) in tasks:
             raise ValueError(
@@ -270,18 +300,22 @@ def refuse_names(texts: Iterable[str], tasks: Collection[str]) -> None:
             )
 
 
-def opening(tokenizer: Any, text: Tensor) -> int:
-    """How many tokens of a text [N] stay at its front whatever is made of it: 1 where it begins with a BOS token."""
+def opening_tokens(tokenizer: Any, text: Tensor) -> int:
+    """Return the number of tokens that must stay in front: 1 if a text [N] begins with BOS."""
     return int(tokenizer.bos_token_id is not None and text[0].item() == tokenizer.bos_token_id)
 
 
 def copying(text: Tensor, length: int, first: int = 0) -> Example:
-    """Half of `length` tokens of a text, twice; the second time is scored. Its `first` tokens come once.
+    """Make an example that repeats a text, and score the second half.
 
-    Where `length` less `first` is odd, the example has one token less.
+    Args:
+        text: Token ids [N].
+        length: Number of tokens of the example. If `length` - `first` is odd, the example has one
+            token less.
+        first: Number of tokens at the start of the text that are not repeated.
 
     Raises:
-        ValueError: a length below 4, a `first` that leaves nothing to copy, or a text that is too short.
+        ValueError: The length is below 4, `first` leaves nothing to copy, or the text is too short.
     """
     check_length(length)
     if not 0 <= first <= length - 2:
@@ -294,73 +328,100 @@ def copying(text: Tensor, length: int, first: int = 0) -> Example:
 
 
 def mixture(tokenizer: Any, text: Tensor, length: int, *, seed: int = 0) -> Example | None:
-    """The tasks of `MIXED` in one example, needles at up to ten depths: one pass measures them all.
+    """Make one example of all tasks in `MIXED`, with needles at up to ten depths.
+
+    One forward pass over it measures all these tasks. Tasks that no longer fit are left out.
 
     Args:
-        as for `examples`.
+        tokenizer: Tokenizer of the model.
+        text: Haystack, token ids [at least `length`].
+        length: Number of tokens of the example.
+        seed: Random seed.
 
     Returns:
-        None where `length` is too short for a single needle.
+        The example, or None if not even one needle fits.
     """
-    parts, encode, best, first = [], encoder(tokenizer), None, opening(tokenizer, text)
+    encode = make_encoder(tokenizer)
+    first = opening_tokens(tokenizer, text)
+    parts: list[Hidden] = []
+    best = None
     for i, task in enumerate(MIXED):
         draw = random.Random(f"{seed} mixture {i}")
+        # Steps of 0.37 modulo 1 spread the depths over the whole haystack.
         parts.append(TASKS[task](draw, (i * 0.37 + 0.05) % 1))
-        inserts, tail = (
-            [x for p in parts for x in getattr(p, name)] for name in ("inserts", "tail")
+        joined = Hidden(
+            inserts=[insert for part in parts for insert in part.inserts],
+            tail=[piece for part in parts for piece in part.tail],
         )
-        fitting = assemble(encode, text, length, "mixture", Hidden(inserts, tail), first)
+        fitting = assemble_example(encode, text, length, "mixture", joined, first)
         if fitting is None:
+            # Later tasks may be shorter, so go on without this one.
             parts.pop()
         else:
             best = fitting
     return best
 
 
-def encoder(tokenizer: Any) -> Encode:
-    """Text to token ids, no special ones among them."""
+def make_encoder(tokenizer: Any) -> Encode:
+    """Return a function from text to token ids without special tokens."""
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def assemble(
+def assemble_example(
     encode: Encode, text: Tensor, length: int, task: str, hidden: Hidden, first: int = 0
 ) -> Example | None:
-    """The haystack with what is hidden in it, after its `first` tokens, and the end: `length` tokens.
+    """Insert the hidden pieces into a haystack and append the questions and answers.
 
-    None where too little haystack is left.
+    Args:
+        encode: Maps text to token ids.
+        text: Haystack, token ids [at least `length`].
+        length: Number of tokens of the example.
+        task: Name of the task.
+        hidden: The pieces to insert, and the end of the example.
+        first: Number of tokens at the start of the haystack that nothing is inserted before.
+
+    Returns:
+        The example, or None if too little room is left for the haystack.
     """
     inserts = [(depth, encode(piece)) for depth, piece in sorted(hidden.inserts)]
-    tail = [(encode(piece), counts) for piece, counts in hidden.tail]
-    room = length - sum(len(ids) for _, ids in inserts) - sum(len(ids) for ids, _ in tail)
+    tail = [(encode(piece), is_answer) for piece, is_answer in hidden.tail]
+    used = sum(len(ids) for _, ids in inserts) + sum(len(ids) for ids, _ in tail)
+    room = length - used
     if room < LEAST_HAYSTACK * length:
         return None
-    hay, ids, done = text[:room].tolist(), [], 0
+    hay = text[:room].tolist()
+    ids: list[int] = []
+    done = 0
     for depth, piece in inserts:
         place = max(first, int(depth * room))
         ids += hay[done:place] + piece
         done = place
     ids += hay[done:]
     spans = []
-    for piece, counts in tail:
-        spans += [(len(ids), len(ids) + len(piece))] if counts else []
+    for piece, is_answer in tail:
+        if is_answer:
+            spans.append((len(ids), len(ids) + len(piece)))
         ids += piece
-    return Example(task, torch.tensor(ids), tuple(spans), hidden.depth)
+    return Example(task=task, ids=torch.tensor(ids), spans=tuple(spans), depth=hidden.depth)
 
 
 @torch.no_grad()
 def score(model: PreTrainedModel, head: Head, example: Example) -> Score:
-    """How well a causal model predicts the answers of one example.
+    """Score a causal model on one example.
 
     Args:
-        model: patched or not. head: final hidden states to logits, of `gradients.head_of`.
+        model: A causal model, patched or not.
+        head: Maps final hidden states to logits, from `gradients.head_of`.
+        example: The example.
     """
     return score_hidden(final_hidden(model, example.ids), head, example)
 
 
 def score_hidden(hidden: Tensor, head: Head, example: Example) -> Score:
-    """As `score`, of the final hidden states [N, e]."""
+    """Score one example from the final hidden states [N, e] of a model."""
     nats, exact, right = 0.0, 0, 0
     for start, stop in example.spans:
+        # The token at position t is predicted at position t - 1.
         logits = head(hidden[start - 1 : stop - 1]).float()
         answer = example.ids[start:stop].to(logits.device)
         nats -= logits.log_softmax(-1).gather(1, answer[:, None]).double().sum().item()
@@ -373,31 +434,40 @@ def score_hidden(hidden: Tensor, head: Head, example: Example) -> Score:
 
 
 def by_task(made: Sequence[Example], scores: Sequence[Score]) -> dict[str, Score]:
-    """The mean score of every task."""
+    """Return the mean score of every task.
+
+    Args:
+        made: The examples.
+        scores: Their scores, in the same order.
+    """
     grouped: dict[str, list[Score]] = {}
-    for example, one in zip(made, scores, strict=True):
-        grouped.setdefault(example.task, []).append(one)
-    mean = lambda values: sum(values) / len(values)
+    for example, example_score in zip(made, scores, strict=True):
+        grouped.setdefault(example.task, []).append(example_score)
+
+    def take_mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
     return {
         task: Score(
-            mean([s.nats for s in all_]),
-            mean([s.exact for s in all_]),
-            mean([s.right for s in all_]),
+            nats=take_mean([s.nats for s in task_scores]),
+            exact=take_mean([s.exact for s in task_scores]),
+            right=take_mean([s.right for s in task_scores]),
         )
-        for task, all_ in grouped.items()
+        for task, task_scores in grouped.items()
     }
 
 
 def least_right(task: str) -> float:
-    """The share of right answers from which on a model can do a task, and its loss there says something.
+    """Return the share of right answers that a model needs, so that the task can judge a change.
 
-    Numbers and variables are not guessed. Words of `few_shot` have one of three kinds, so that chance gives 33 % of its
-    27 answers; 50 % and more come by chance in 5 % of cases. "copying" counts tokens, since its one answer is hundreds
-    of them.
+    If a model cannot do a task, the rise of its loss there says nothing about retrieval.
     """
+    # A kind of `few_shot` is guessed with probability 1/3; 50 % or more of 27 answers come by
+    # chance in 5 % of cases. "copying" has one answer of hundreds of tokens, so its tokens count.
+    # Numbers and variables cannot be guessed.
     return 0.5 if task in ("few_shot", "copying") else 0.25
 
 
 def share_right(task: str, score: Score) -> float:
-    """The share of right answers of a task; of "copying" that of right tokens."""
+    """Return the share of right answers of a task, or of right tokens for "copying"."""
     return score.right if task == "copying" else score.exact

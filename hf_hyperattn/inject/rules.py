@@ -1,4 +1,7 @@
-"""What injection knows of a sparse rule. A rule of one's own is a frozen dataclass that has the methods below."""
+"""Interface between injection and a kind of sparse rule.
+
+A rule of your own is a frozen dataclass with the methods of `CandidateRule`.
+"""
 
 from __future__ import annotations
 
@@ -11,56 +14,82 @@ from torch import Tensor
 from ..config import MechanismConfig
 from ..mechanisms.base import HostCall
 
-#: Queries that are measured side by side.
+#: Number of consecutive queries that are measured together. Chunks, because some rules select keys
+#: once for 16 neighbouring queries.
 CHUNK = 16
 
 
 class CandidateRule(ABC):
-    """Which pairs of one head are computed, and what stands for the others."""
+    """Which attention logits of one head are computed, and what replaces the others.
 
-    #: Whether it is of heads whose queries see the tokens before them alone, and which may keep a cache.
+    Attributes:
+        causal: Whether the rule is for causal heads, which may keep a cache.
+    """
+
     causal: ClassVar[bool] = True
 
     @property
     @abstractmethod
     def is_exact(self) -> bool:
-        """Whether every pair is computed."""
+        """Return whether the rule computes every pair."""
 
     @property
     @abstractmethod
     def group(self) -> Hashable:
-        """The heads of one layer take rules of one class that agree in this."""
+        """Return a key that all heads of a layer must agree in.
+
+        Within a layer, only rules of one class and one group can be combined.
+        """
 
     @property
     def family(self) -> str:
-        """The rules that a rival would have to choose from, by what people call them."""
+        """Return the name under which results of similar rules are shown together."""
         return type(self).__name__
 
     @abstractmethod
     def share(self, length: int) -> float:
-        """Pairs computed, in proportion to those of ordinary attention over a text of `length` tokens."""
+        """Return the computed pairs as a share of ordinary attention at this text length."""
 
     def kept(self, length: int) -> float:
-        """Keys that a cache which forgets keeps for a head after `length` tokens, in proportion to these."""
+        """Return the share of the keys that an evicting cache keeps for a head.
+
+        Args:
+            length: Number of tokens of the text.
+        """
         return 1.0
 
     def sharing(self, heads: int, key_heads: int) -> int:
-        """How many query heads of a layer share what is kept, each of which needs what any of them needs."""
+        """Return how many query heads share one set of kept keys.
+
+        The set is as large as the head that needs most requires.
+
+        Args:
+            heads: Number of query heads of the layer.
+            key_heads: Number of its key heads.
+        """
         return heads // key_heads
 
     @abstractmethod
     def exact(self) -> CandidateRule:
-        """Ordinary attention, as a rule of this group."""
+        """Return ordinary attention as a rule of this group."""
 
     @staticmethod
     @abstractmethod
     def layer_config(rules: Sequence[CandidateRule], length: int) -> MechanismConfig:
-        """The config of a layer whose heads have these rules (one rule: all of them), tuned for `length` tokens."""
+        """Return the mechanism config of one layer.
+
+        Args:
+            rules: One rule per head, or a single rule for all heads.
+            length: Number of tokens that the rules were chosen for.
+        """
 
     @staticmethod
     @abstractmethod
     def base_config() -> MechanismConfig:
-        """The mechanism without settings of a layer; `measure` patches it, gates at 0, to see calls of attention."""
+        """Return a config of the mechanism without settings of a layer.
+
+        `measure` patches it with gates at 0 to observe the calls of the original attention.
+        """
 
     @staticmethod
     def compare(
@@ -69,14 +98,16 @@ class CandidateRule(ABC):
         starts: Sequence[int],
         project: Callable[[Tensor], Tensor],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For every rule, what it makes of a call, at R sampled queries.
+        """Compare every rule with ordinary attention at R sampled queries.
 
         Args:
-            call: ordinary causal attention over a whole text.
-            starts: the R / `CHUNK` first queries of chunks of `CHUNK`.
-            project: an affine map of outputs [H, R, dv] to [H, R].
+            call: A call of ordinary causal attention over a whole text.
+            rules: Rules of one class.
+            starts: First query of each of the R / `CHUNK` chunks.
+            project: An affine map from outputs [H, R, dv] to [H, R].
 
         Yields:
-            `project` of the outputs under the rule, and KL(under the rule ‖ ordinary attention) in nats, both [H, R].
+            For every rule, `project` of the outputs under the rule, and
+            KL(under the rule ‖ ordinary attention) in nats, both [H, R].
         """
         raise NotImplementedError("rules of this kind cannot be measured head by head")

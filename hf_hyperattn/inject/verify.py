@@ -1,4 +1,7 @@
-"""What a model makes of texts and of retrieval: the same numbers before a change of its attention and after it."""
+"""Loss of a model on texts and retrieval tasks, computed the same way before and after a change.
+
+`verify` measures, and `Verified.losses` compares two measurements.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from .retrieval import Example, Score, by_task, refuse_names, score_hidden
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` measured.
+    """Result of `verify`.
 
     Args:
-        texts: by name, the negative log-likelihood a token, in nats.
-        retrieval: by task, the mean score of its examples.
-        seconds: of the passes over the texts, without the output layer.
+        texts: For each text name, the negative log-likelihood in nats per token.
+        retrieval: For each task, the mean score of its examples.
+        seconds: Time of the passes over the texts, without the output layer.
     """
 
     texts: Mapping[str, float]
@@ -30,39 +33,45 @@ class Verified:
     seconds: float
 
     def losses(self, before: Verified) -> dict[str, float]:
-        """The relative rise of perplexity since then, by text, and of the answers' by task: 0.02 is 2 % more."""
+        """Return the relative rise of perplexity since `before`; 0.02 is 2 %.
+
+        The keys are text names and tasks. For a task, only the answers count.
+        """
         texts = {
             name: Score(nats, 0.0).loss(Score(before.texts[name], 0.0))
             for name, nats in self.texts.items()
         }
-        return texts | {
-            task: score.loss(before.retrieval[task]) for task, score in self.retrieval.items()
-        }
+        tasks = {task: score.loss(before.retrieval[task]) for task, score in self.retrieval.items()}
+        return texts | tasks
 
 
 @torch.no_grad()
 def verify(
     model: PreTrainedModel, texts: Mapping[str, Tensor], examples: Sequence[Example] = ()
 ) -> Verified:
-    """Read texts and examples of retrieval.
+    """Measure a causal model on texts and retrieval examples.
 
     Args:
-        model: causal, patched or not.
-        texts: token ids [N] by name, at least one.
-        examples: as `hf_hyperattn.inject.examples` makes them.
+        model: A causal model, patched or not.
+        texts: For each text name, token ids [N]. At least one text.
+        examples: Retrieval examples, as `hf_hyperattn.inject.examples` makes them.
 
     Raises:
-        ValueError: there is no text; or one is called like the task of an example, whose loss would take its place.
+        ValueError: `texts` is empty, or a text has the name of a task, whose loss would overwrite
+            the loss of the text.
     """
     if not texts:
         raise ValueError("texts is empty; allowed: one or more by name")
     refuse_names(texts, {example.task for example in examples})
-    seconds, losses = 0.0, {}
+    seconds = 0.0
+    losses: dict[str, float] = {}
     with evaluation_mode(model):
         head = head_of(model, next(iter(texts.values())))
         for name, ids in texts.items():
             start = time.perf_counter()
             hidden = final_hidden(model, ids)
+            # Stop before the output layer: injection does not change it, and its time would hide
+            # differences between attentions.
             seconds += time.perf_counter() - start
             losses[name] = loss_of(head, hidden, ids, gradient=False)[0]
         scores = [

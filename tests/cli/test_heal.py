@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import hf_hyperattn as ha
 from hf_hyperattn.cli import main
 from hf_hyperattn.inject import Healing
-from hf_hyperattn.inject.heal import untouched
+from hf_hyperattn.inject.heal import without_patch
 from hf_hyperattn.mechanisms.sparse import Window
 
 from . import tiny
@@ -62,13 +62,13 @@ def logits(model, ids=None):
 def test_before_the_first_step_it_is_the_injected_model_and_its_teacher_the_stock_one(folder, rank):
     heal = healing(folder, rank)
     assert torch.equal(logits(heal.adapter), logits(injected(folder)))
-    with untouched(heal.model, heal.adapter):
+    with without_patch(heal.model, heal.adapter):
         assert torch.equal(logits(heal.model), logits(stock(folder)))
     assert torch.equal(logits(heal.adapter), logits(injected(folder)))
 
 
 def test_the_loss_is_the_divergence_from_the_untouched_model(folder):
-    heal, window = healing(folder, steps=1), healing(folder, steps=1).window(0)
+    heal, window = healing(folder, steps=1), healing(folder, steps=1).draw_window(0)
     own, student = (logits(m(folder), window).double().log_softmax(-1) for m in (stock, injected))
     kl = (own.exp() * (own - student)).sum(-1).mean().item()
     heal.run()
@@ -78,9 +78,9 @@ def test_the_loss_is_the_divergence_from_the_untouched_model(folder):
 def test_a_step_follows_the_gradient_of_plain_autograd(folder):
     """With plain softmax, without recomputation or pieces."""
     heal, model = healing(folder, rank=2), injected(folder)
-    window = heal.window(0)
+    window = heal.draw_window(0)
     heal.optimizer.step = heal.optimizer.zero_grad = lambda: None
-    heal.step(window)
+    heal.train_step(window)
     own = logits(stock(folder), window).log_softmax(-1)
     loss = (
         F.kl_div(
@@ -123,7 +123,7 @@ def test_only_the_patch_and_lora_learn(folder, rank):
 def test_what_is_held_out_is_never_read_and_gains(folder):
     heal = healing(folder, steps=20)
     heal.texts["one"], words = torch.arange(300), heal.texts["one"]
-    windows = torch.stack([heal.window(i) for i in range(400)])
+    windows = torch.stack([heal.draw_window(i) for i in range(400)])
     assert windows.shape == (400, 64) and windows.min() < 9 and 226 < windows.max() < 300 - 64
     heal.texts["one"] = words
     (before,) = heal.held_out().values()
@@ -135,12 +135,18 @@ def test_what_is_held_out_is_never_read_and_gains(folder):
 def test_a_prefix_opens_every_window_and_old_states_know_none(folder):
     plain, opened = healing(folder), healing(folder, prefix=[tiny.BOS])
     for step in range(8):
-        assert opened.window(step).tolist() == [tiny.BOS, *plain.window(step)[:-1].tolist()]
+        assert opened.draw_window(step).tolist() == [
+            tiny.BOS,
+            *plain.draw_window(step)[:-1].tolist(),
+        ]
     read = []
-    opened.teacher = lambda ids: read.append(ids) or torch.zeros(len(ids), 32)
+    opened.run_teacher = lambda ids: read.append(ids) or torch.zeros(len(ids), 32)
     opened.held_out()
     assert read[0].tolist() == [tiny.BOS, *opened.texts["one"][-63:].tolist()]
-    assert opened.settings()["prefix"] == [tiny.BOS] and "prefix" not in plain.settings()
+    assert (
+        opened.collect_settings()["prefix"] == [tiny.BOS]
+        and "prefix" not in plain.collect_settings()
+    )
 
 
 def test_products_in_bfloat16_learn_nearly_the_same_in_float32(folder, tmp_path):
@@ -250,17 +256,17 @@ def test_the_adapter_works_on_the_injected_and_on_the_stock_model(capsys, folder
 
 
 def test_an_interrupted_command_goes_on_only_when_told_to(capsys, folder, tmp_path, monkeypatch):
-    step = Healing.step
+    step = Healing.train_step
 
     def interrupted(self, ids):
         if len(self.losses) == 7:
             raise KeyboardInterrupt
         return step(self, ids)
 
-    monkeypatch.setattr(Healing, "step", interrupted)
+    monkeypatch.setattr(Healing, "train_step", interrupted)
     line = ("--output", tmp_path / "new", "--save-every", 3)
     assert heal_command(capsys, folder, *line)[0] == 130
-    monkeypatch.setattr(Healing, "step", step)
+    monkeypatch.setattr(Healing, "train_step", step)
     code, _, err = heal_command(capsys, folder, *line)
     assert code == 2 and "--resume" in err and len(err.splitlines()) == 1
     assert (

@@ -111,13 +111,13 @@ def test_held_out_text_has_no_part_in_the_choice(capsys, folder, tmp_path):
 def refusing(monkeypatch, count: int) -> None:
     """The parts to choose on lose nothing, the held-out ones everything with the first `count` candidates."""
 
-    def losses(self, before, after):
+    def compute_losses(self, before, after):
         held_out = before.keys() == self.texts[2].keys()
         return dict.fromkeys(
-            self.of_tasks(before), 1.0 if held_out and len(self.rejected) < count else 0.0
+            self.average_tasks(before), 1.0 if held_out and len(self.rejected) < count else 0.0
         )
 
-    monkeypatch.setattr(CausalInjection, "losses", losses)
+    monkeypatch.setattr(CausalInjection, "compute_losses", compute_losses)
 
 
 def test_the_next_safer_candidate_takes_the_place_of_one_refused(
@@ -147,13 +147,13 @@ def test_retrieval_has_a_budget_of_its_own():
     lenient, strict = (CausalInjection(None, [{}], FEW, 64, 0.02) for _ in range(2))
     lenient.tokenizer = strict.tokenizer = tiny.tokenizer()
     strict.retrieval_budget = 0.1
-    assert lenient.keeps({"text": 0.016, "needle": 9.0}) and not lenient.keeps(
+    assert lenient.meets_budgets({"text": 0.016, "needle": 9.0}) and not lenient.meets_budgets(
         {"text": 0.017, "needle": 0.0}
     )
-    assert strict.keeps({"text": 0.0, "needle": 0.08}) and not strict.keeps(
+    assert strict.meets_budgets({"text": 0.0, "needle": 0.08}) and not strict.meets_budgets(
         {"text": 0.0, "copying": 0.09}
     )
-    assert strict.in_budgets({"text": 0.01, "needle": 0.1}) == {"text": 0.5, "needle": 1.0}
+    assert strict.losses_in_budgets({"text": 0.01, "needle": 0.1}) == {"text": 0.5, "needle": 1.0}
 
 
 def test_a_text_is_not_called_like_a_test(capsys, folder, tmp_path):
@@ -213,7 +213,7 @@ def test_a_slower_model_is_not_called_faster(capsys, folder, tmp_path, monkeypat
 def test_resuming_measures_nothing_again(capsys, folder, monkeypatch):
     """Neither what rules lose alone nor what choices lose together, and the choice is the same."""
     count = []
-    for name, function in (("measure", "compare"), ("causal", "loss_parts")):
+    for name, function in (("measure", "compare_rules"), ("causal", "loss_parts")):
         module = sys.modules[f"hf_hyperattn.inject.{name}"]
         inner = getattr(module, function)
         monkeypatch.setattr(
@@ -292,7 +292,7 @@ def test_cache_bytes_as_the_cost(capsys, folder, tmp_path):
 def test_the_time_of_rules_as_the_cost(capsys, folder, tmp_path, monkeypatch):
     prices = dict(zip(FEW, (0.1, 0.9, 0.95, 0.99)))
     monkeypatch.setattr(
-        costs, "times", lambda rules, *_: {rule: prices.get(rule, 1.0) for rule in rules}
+        costs, "measure_times", lambda rules, *_: {rule: prices.get(rule, 1.0) for rule in rules}
     )
     more = ("--pairs", "0.6", "--cost", "time", "--allow-slower", "--output", tmp_path / "out")
     code, out, err = inject(capsys, folder, *more)
@@ -305,7 +305,7 @@ def test_the_time_of_rules_as_the_cost(capsys, folder, tmp_path, monkeypatch):
 
 
 def test_a_share_that_no_rules_reach_is_refused(capsys, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "times", lambda rules, *_: dict.fromkeys(rules, 0.7))
+    monkeypatch.setattr(costs, "measure_times", lambda rules, *_: dict.fromkeys(rules, 0.7))
     code, _, err = inject(
         capsys, folder, "--pairs", "0.6", "--cost", "time", "--output", tmp_path / "out"
     )
@@ -313,7 +313,7 @@ def test_a_share_that_no_rules_reach_is_refused(capsys, folder, tmp_path, monkey
         code == 2
         and "60.0% of stock's time is out of reach: the cheapest rules take 70.0% at" in err
     )
-    monkeypatch.setattr(costs, "times", lambda rules, *_: dict.fromkeys(rules, 1.5))
+    monkeypatch.setattr(costs, "measure_times", lambda rules, *_: dict.fromkeys(rules, 1.5))
     code, _, err = inject(
         capsys, folder, "--pairs", "1", "--cost", "time", "--output", tmp_path / "out"
     )
@@ -354,10 +354,10 @@ def test_from_which_length_it_pays(monkeypatch, ratios, start):
     """Times that depend on the length alone: looked for upwards or downwards from the length of the text."""
     monkeypatch.setattr(pays, "attention_times", lambda model, ids: (1.0, ratios[ids.shape[-1]]))
     found = pays.pays_from(None, torch.arange(256))
-    assert found.start == start and f"from {start:,} tokens" in found.text()
+    assert found.start == start and f"from {start:,} tokens" in found.to_sentence()
     monkeypatch.setattr(pays, "attention_times", lambda model, ids: (1.0, 1.1))
     never = pays.pays_from(None, torch.arange(256), longest=700)
-    assert never.start is None and max(never.seconds) == 512 and "not faster" in never.text()
+    assert never.start is None and max(never.seconds) == 512 and "not faster" in never.to_sentence()
 
 
 @pytest.mark.parametrize("bos", [False, True])

@@ -162,7 +162,7 @@ def test_page(blocks, tmp_path, monkeypatch):
             cls, "push_to_hub", lambda self, repo_id, **settings: self.save_pretrained(repo_id)
         )
     # Timings of tiny models on a busy machine say nothing, and must not decide whether a checkpoint is written.
-    monkeypatch.setattr(inject, "faster", lambda seconds: True)
+    monkeypatch.setattr(inject, "is_faster", lambda seconds: True)
     monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path / "cache"))
     skipped = []
     for block in blocks:

@@ -121,14 +121,16 @@ def test_the_time_of_rules_is_measured_once_for_each(monkeypatch):
     clock = iter(itertools.count())
     monkeypatch.setattr(costs.time, "perf_counter", lambda: next(clock))
     rules = [*RULES, HsaHeadRule((4, 16), 8), HsaHeadRule((4, 16), EVERYTHING)]
-    found = costs.times(rules[:3], 64, torch.empty(2, 8))
+    found = costs.measure_times(rules[:3], 64, torch.empty(2, 8))
     assert found == dict.fromkeys([SparseHeadRule(Exact()), *RULES], 1.0)  # each call took one tick
-    costs.times(rules[3:], 64, torch.empty(2, 8))
+    costs.measure_times(rules[3:], 64, torch.empty(2, 8))
     monkeypatch.setattr(
-        costs, "times", lambda rules, *_: {rule: 0.5 - 0.1 * i for i, rule in enumerate(rules)}
+        costs,
+        "measure_times",
+        lambda rules, *_: {rule: 0.5 - 0.1 * i for i, rule in enumerate(rules)},
     )
     members = [SparseHeadRule(Exact()), *RULES]
-    of = costs.cost_of("time", members, 64)
+    of = costs.resolve_cost("time", members, 64)
     assert [of(rule, 64) for rule in members] == pytest.approx([1.0, 0.4, 0.3, 0.2])
 
 

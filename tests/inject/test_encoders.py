@@ -6,7 +6,7 @@ from transformers import BertConfig, BertModel
 
 import hf_hyperattn as ha
 from hf_hyperattn.inject import hsa, sparse
-from hf_hyperattn.inject.encoder import EncoderInjection, distance, embeddings
+from hf_hyperattn.inject.encoder import EncoderInjection, cosine_distance, embed_passages
 from tests.integration.hat_models import hat
 
 
@@ -48,15 +48,15 @@ def test_rivals_are_measured_and_not_chosen():
     assert {
         rule for rules in made.allocation.layers.values() for rule in rules if not rule.is_exact
     } <= {*made.rules}
-    compared = made.compare(Quiet())
+    compared = made.compare_rivals(Quiet())
     assert "tying both, by layer" in compared
-    for label, allocation in made.rival_allocations().items():
+    for label, allocation in made.choose_rivals().items():
         family = label.split(", ")[0]
         assert {r.family for rules in allocation.layers.values() for r in rules} <= {
             family,
             "exact",
         }
-    alone = [costs.min().item() for costs in made.losses_of(made.rivals).values()]
+    alone = [costs.min().item() for costs in made.select_losses(made.rivals).values()]
     assert all(cost > 0 for cost in alone)
 
 
@@ -71,7 +71,7 @@ def test_layers_of_segments_are_not_measured_as_if_they_saw_all():
     ):
         made.run(Quiet())
     made.length, passages = 16, made.texts[0]["a"][:, :16]
-    assert made.whole_layers(passages) == [f"segment_blocks.{i}.attention" for i in range(3)]
+    assert made.find_whole_layers(passages) == [f"segment_blocks.{i}.attention" for i in range(3)]
     assert not made.model.training and not hasattr(made.model.config, "hyperattn")
 
 
@@ -81,19 +81,21 @@ def test_sparse_rules_are_measured_as_patched_and_chosen_by_layer():
     made.rules, made.rivals, made.pairs = sparse.layer_candidates(64), (), 0.8
     made.run(Quiet())
     assert made.allocation.pairs <= 0.8 and made.allocation.sparse
-    (first, *_) = made.losses_of(made.rules)
+    (first, *_) = made.select_losses(made.rules)
     rule = made.rules[0]
     ids = made.texts[0]["a"]
     ha.unpatch_model(made.model)
-    before = embeddings(made.model, ids)
+    before = embed_passages(made.model, ids)
     ha.patch_model(
         made.model,
         ha.SparseConfig(rule.rule),
         layers=lambda host: host.name == first,
         mode="replace",
     )
-    expected = distance(before, embeddings(made.model, ids))
-    assert expected > 0 and abs(made.losses_of(made.rules)[first][0, 0].item() - expected) < 1e-6
+    expected = cosine_distance(before, embed_passages(made.model, ids))
+    assert (
+        expected > 0 and abs(made.select_losses(made.rules)[first][0, 0].item() - expected) < 1e-6
+    )
 
 
 @pytest.mark.parametrize("length", [32, 64, 128, 512])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 import hf_hyperattn as ha
 from hf_hyperattn.inject import choose, examples, hsa, measure, predicted_losses, sparse
 from hf_hyperattn.inject.gradients import attention_gradients, loss_of
-from hf_hyperattn.inject.measure import Sensitivity, sample
+from hf_hyperattn.inject.measure import Sensitivity, draw_sample
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.base import Plan
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseConfig, Window
@@ -183,7 +183,7 @@ def test_answers_alone_count(model, ids):
 
 def test_a_sample_stands_for_all_queries():
     for spans in (None, ((300, 310), (500, 512))):
-        drawn = sample(512, 96, 0, spans)
+        drawn = draw_sample(512, 96, 0, spans)
         assert float(drawn.weights.sum()) * 16 == pytest.approx(512)
         assert drawn.counted == (512 if spans is None else 22)
     assert {304, 496} & set(drawn.starts)
@@ -241,7 +241,7 @@ def test_another_measurement_is_another_folder(model, ids, tmp_path, hurt):
 def test_an_interrupted_measurement_loses_one_layer(model, ids, tmp_path, monkeypatch):
     module = sys.modules["hf_hyperattn.inject.measure"]  # the name in the package is the function
     whole, compared = measure(model, ids, RULES, rows=32), []
-    inner = module.compare
+    inner = module.compare_rules
 
     def stops(*arguments):
         if compared:
@@ -249,11 +249,11 @@ def test_an_interrupted_measurement_loses_one_layer(model, ids, tmp_path, monkey
         compared.append(1)
         return inner(*arguments)
 
-    monkeypatch.setattr(module, "compare", stops)
+    monkeypatch.setattr(module, "compare_rules", stops)
     with pytest.raises(KeyboardInterrupt):
         measure(model, ids, RULES, rows=32, folder=tmp_path)
     count = []
-    monkeypatch.setattr(module, "compare", lambda *a: count.append(1) or inner(*a))
+    monkeypatch.setattr(module, "compare_rules", lambda *a: count.append(1) or inner(*a))
     assert equal(whole, measure(model, ids, RULES, rows=32, folder=tmp_path)) and len(count) == 1
     assert (
         equal(whole, measure(model, ids, RULES, rows=32, folder=tmp_path, resume=False))

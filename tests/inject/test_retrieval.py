@@ -117,7 +117,9 @@ def test_a_bos_token_stays_in_front_and_comes_once(words):
     ((start, stop),) = made[0].spans
     assert (start, stop) == (500, 999) and torch.equal(made[0].ids[1:start], made[0].ids[start:])
     hidden = retrieval.Hidden([(0.0, "deep")], [(" end", True)])
-    first = retrieval.assemble(retrieval.encoder(tokenizer), text, 64, "needle", hidden, 1)
+    first = retrieval.assemble_example(
+        retrieval.make_encoder(tokenizer), text, 64, "needle", hidden, 1
+    )
     assert tokenizer.decode(first.ids).startswith("<s>deep")
 
 

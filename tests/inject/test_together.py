@@ -151,9 +151,7 @@ def test_what_cannot_be_corrected_is_refused():
             ValueError, match=f"power={power} is not allowed; allowed: numbers from 0 to 1"
         ):
             corrected(losses, [SPARSE[0]], allocation, {"a": torch.ones(1)}, power)
-    with pytest.raises(
-        ValueError, match="parts of b; allowed: those of layers that are patched alone"
-    ):
+    with pytest.raises(ValueError, match="parts of b; allowed: parts of patched layers only"):
         corrected(losses, [SPARSE[0]], allocation, {"a": torch.ones(1), "b": torch.ones(1)}, 1.0)
     with pytest.raises(
         ValueError, match="the parts of a are not all finite; allowed: finite numbers"
@@ -167,25 +165,25 @@ class Fake(CausalInjection):
     def __post_init__(self):
         self.progress = SimpleNamespace(describe=lambda text: None, advance=lambda steps: None)
         self.alone = {"a": torch.tensor([[3.0, 1.0], [3.0, 1.0]]).double()}
-        self.costs = self.losses_of(self.rules)
+        self.costs = self.select_losses(self.rules)
         self.key_heads = {"a": 2}
 
-    def hidden(self, item):
+    def compute_hidden(self, item):
         return item.float()
 
-    def value(self, hidden, item):
+    def evaluate_hidden(self, hidden, item):
         return Score(0.0, 0.0)
 
-    def of_tasks(self, scores):
+    def average_tasks(self, scores):
         return scores
 
-    def lost_together(self, allocation, item, stock):
+    def measure_joint_loss(self, allocation, item, stock):
         assert torch.equal(stock, item.float())
         return Score(self.lost, 0.0), {
             "a": torch.tensor([1.0, 3.0 if len(item) == 1 else 5.0]).double()
         }
 
-    def losses_under(self, allocation, part, before):
+    def measure_losses(self, allocation, part, before):
         return dict.fromkeys(before, self.lost)
 
 
@@ -203,7 +201,9 @@ def test_the_first_choices_correct_what_is_expected_by_texts_in_units_of_their_b
     """By hand: parts over 0.02 of the text and over 0.1 of the task make 60 and 200, 130 on average."""
     made, before = fake(0.001, pairs=0.3), {"text": Score(0.0, 0.0), "copying": Score(0.0, 0.0)}
     both = Allocation({"a": (made.rules[0],) * 2}, LENGTH)
-    made.correct(both, before, {name: item.float() for name, item in made.texts[1].items()}, 0.75)
+    made.try_and_correct(
+        both, before, {name: item.float() for name, item in made.texts[1].items()}, 0.75
+    )
     more = (torch.tensor([60.0, 200.0]).double() / 130) ** 0.75
     assert torch.allclose(made.costs["a"], made.alone["a"] * more[:, None])
     assert made.tried == [(both, pytest.approx({"text": 0.001, "copying": 0.001}, rel=1e-3))]
@@ -214,7 +214,7 @@ def test_what_has_been_tried_is_not_read_again():
     made = fake(0.001)
     for lost in (0.001, 0.002):
         made.lost = lost
-        made.attempt(Allocation({"a": (made.rules[0],) * 2}, LENGTH, lost), {"text": None})
+        made.try_allocation(Allocation({"a": (made.rules[0],) * 2}, LENGTH, lost), {"text": None})
     assert [losses for _, losses in made.tried] == [{"text": 0.001}] * 2
 
 
@@ -222,7 +222,7 @@ def test_three_choices_at_a_share_of_the_pairs_are_corrected_twice(monkeypatch):
     made, powers = fake(0.001, pairs=0.3), []
     real = causal.corrected
     monkeypatch.setattr(causal, "corrected", lambda *a: powers.append(a[-1]) or real(*a))
-    assert made.search() is not None and powers == [0.75, 0.5] and len(made.tried) == 3
+    assert made.search_allocation() is not None and powers == [0.75, 0.5] and len(made.tried) == 3
     second, last = (allocation.layers["a"] for allocation, _ in made.tried[1:])
     assert last[1].share(LENGTH) > last[0].share(LENGTH) and second[1].share(LENGTH) >= second[
         0
@@ -232,7 +232,7 @@ def test_three_choices_at_a_share_of_the_pairs_are_corrected_twice(monkeypatch):
 def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
     """By costs that are corrected it may hold."""
     made, asked = fake(1.0), []
-    correct, choose_at = made.correct, made.choose
+    correct, choose_at = made.try_and_correct, made.choose_allocation
 
     def first_fails(*arguments):
         correct(*arguments)
@@ -242,8 +242,11 @@ def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
             made.tried[-1][1],
         )  # what was tried would not be read again
 
-    made.correct, made.choose = first_fails, lambda pairs: asked.append(pairs) or choose_at(pairs)
-    assert made.search() is not None
+    made.try_and_correct, made.choose_allocation = (
+        first_fails,
+        lambda pairs: asked.append(pairs) or choose_at(pairs),
+    )
+    assert made.search_allocation() is not None
     assert (
         asked[:2] == [0.4, 0.5]
         and asked[2] < 0.4
@@ -272,13 +275,13 @@ def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
 )
 def test_a_task_that_the_model_cannot_do_decides_nothing(task, score, decides):
     made = fake(0.001)
-    made.note_stock({task: score, "some text": Score(9.0, 0.0)})
-    assert (made.bar(task) is not None) == decides
-    assert made.keeps({task: 9.9}) == (not decides)
-    assert (task in made.in_budgets({task: 9.9, "some text": 0.0})) == decides
-    assert not made.keeps({task: 0.0, "some text": 0.03})
-    made.note_stock({task: Score(0.0, 1.0, 1.0)})  # another part of the texts
-    assert made.bar(task) is not None
+    made.note_original({task: score, "some text": Score(9.0, 0.0)})
+    assert (made.find_budget(task) is not None) == decides
+    assert made.meets_budgets({task: 9.9}) == (not decides)
+    assert (task in made.losses_in_budgets({task: 9.9, "some text": 0.0})) == decides
+    assert not made.meets_budgets({task: 0.0, "some text": 0.03})
+    made.note_original({task: Score(0.0, 1.0, 1.0)})  # another part of the texts
+    assert made.find_budget(task) is not None
 
 
 def test_the_refusal_names_no_task_that_does_not_decide():
