@@ -539,8 +539,7 @@ class Reading:
         return starts
 
     def _number_texts(self, starts: Tensor) -> Texts:
-        """Return the texts of rows, given bool [B|1, N], the queries at which further texts
-        begin."""
+        """Return the texts of rows whose further texts begin at `starts`, bool [B|1, N]."""
         real = self._real_keys()
         number = starts.cumsum(1).masked_fill(~real, -1)
         place = real.cumsum(1) - 1
