@@ -15,7 +15,7 @@ import torch
 from ..analysis import perplexity
 from ..inject.encoder import cosine_distance, embed_passages
 from ..integration.checkpoint_files import class_of, errors_as
-from ..integration.collaborative.conversion import report, share_heads
+from ..integration.collaborative.conversion import format_report, share_heads
 from ..mechanisms.collaborative.config import CollaborativeConfig
 from . import device_map
 from .console import table
@@ -40,7 +40,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
     before: dict[str, Any] = {}
 
     def show_and_measure(parts: list) -> None:
-        print(report(model, parts, dtype), flush=True)
+        print(format_report(model, parts, dtype), flush=True)
         before.update({} if task is None else read(task, model))
 
     examples = None

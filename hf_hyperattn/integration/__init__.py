@@ -1,4 +1,7 @@
-"""All that knows Transformers, PEFT and the Hub. Importing it registers the names and installs the hooks."""
+"""The integration with Transformers, PEFT and the Hub: everything that depends on these libraries.
+
+Importing this package registers the names for `attn_implementation=` and installs the hooks.
+"""
 
 from . import (
     adapters,  # noqa: F401  wraps a method of PEFT's
@@ -20,6 +23,7 @@ from .training import LogGates, freeze_base, lora_config, parameter_groups
 from .wrapping import warn_of_changes
 
 register_names()
+# Last: every module above has installed its wrappers by now.
 warn_of_changes()
 
 __all__ = [

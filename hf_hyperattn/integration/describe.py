@@ -16,7 +16,7 @@ from ..registry import MECHANISMS
 from .attach import all_hosts
 from .checkpoint_config import inner, patched_hosts
 from .hyper_adapter import active_hyper
-from .patching import base_model, route
+from .patching import base_model, route_families
 from .stock import HYPER_DOT, OURS, PATCHED, RUNNING, stock_name
 
 #: The number of a layer in the name of a module.
@@ -153,7 +153,7 @@ def describe(model: nn.Module, heads: bool = False) -> Description:
     hypers = [inner(host.hyper) for _, host in patched_hosts(base)]
     modes = sorted({hyper.config.mode for hyper in hypers})
     mechanisms = [m.to_dict() for hyper in hypers for m in hyper.mechanisms()]
-    newly_routed = route(base)  # a served family has hosts only while it is routed
+    newly_routed = route_families(base)  # a served family has hosts only while it is routed
     try:
         hosts = [_host(module, host, heads) for _, module, host in all_hosts(base)]
     finally:

@@ -1,6 +1,7 @@
-"""`host.hyper`, the one child module that a patched attention layer gets. It owns every added parameter.
+"""`host.hyper`: the one child module that a patched attention layer gets. It owns every added parameter.
 
-Its layers, one for each mechanism, change the plan of a call, and the plan is computed by an engine.
+It has one layer for each mechanism. These layers change the plan of a call, and an engine computes
+the plan.
 """
 
 from __future__ import annotations
@@ -21,72 +22,76 @@ logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformer
 
 
 class Hyper(Layers):
-    """The layers of a host's mechanisms.
+    """The layers of all mechanisms of one attention layer.
 
     Args:
-        config: what is done to the model.
-        host: the host it is built for.
+        config: The patch of the whole model.
+        host: The attention layer that it is built for.
+
+    Attributes:
+        overrides: Mechanism configs for this attention layer only.
+        moved: Whether a gate has been seen away from its starting value.
+        newly_routed: Whether the patch made this attention layer call the attention interface.
+        came_with_model: Whether it was built with its model, from a checkpoint or a config.
     """
 
+    # Transformers sets it on modules whose weights were loaded or initialised.
     _is_hf_initialized: bool
 
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()
+        # Without facts of single layers, so that configs of equally patched layers are equal.
         self.config = config.for_any_host
-        self.overrides = (config.overrides or {}).get(
-            host.name, ()
-        )  # configs that hold for this host alone
+        self.overrides = (config.overrides or {}).get(host.name, ())
         self.heads = host.heads
-        self.moved = False  # whether a gate was seen away from where it starts
-        self.newly_routed = False  # whether the patch made this host call the attention interface
-        self.came_with_model = (
-            False  # whether it was built with its model, from a checkpoint or a config
-        )
+        self.moved = False
+        self.newly_routed = False
+        self.came_with_model = False
         heads = None if config.heads is None else select_heads(config.heads, host.heads, host.name)
-        mechanisms = (
-            mechanisms_of(config.mechanisms, self.overrides)
-            if self.overrides
-            else config.mechanisms
-        )
-        for mechanism in mechanisms:
+        for mechanism in self.mechanisms():
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
             if heads is not None:
                 check_heads(layer, heads, host)
             self.add_module(mechanism.mechanism, layer)
 
     def mechanisms(self) -> tuple[MechanismConfig, ...]:
-        """The mechanism configs that hold for this host."""
+        """Return the mechanism configs that hold for this attention layer."""
         return mechanisms_of(self.config.mechanisms, self.overrides)
 
     def layers(self) -> list[MechanismLayer]:
+        """Return the layers of the mechanisms, in the order of their stages."""
         return list(self._modules.values())
 
     def starts(self, call: HostCall) -> bool:
-        """Whether training begins here: nothing has moved yet. Not asked again once something has."""
-        if (
-            self.moved
-            or not torch.is_grad_enabled()
-            or call.options.dropout_p
-            or not can_read(*self.parameters())
-        ):
+        """Return whether training begins with this call: no gate has moved yet.
+
+        Once a gate has moved the answer stays False, without reading the gates again.
+        """
+        # With dropout the layer's own attention is random, so its exact output cannot be repeated.
+        if self.moved or not torch.is_grad_enabled() or call.options.dropout_p:
+            return False
+        if not can_read(*self.parameters()):
             return False
         self.moved = not all(layer.identical() for layer in self.layers())
         return not self.moved
 
     def reset_parameters(self) -> None:
-        """Every added parameter at its starting value."""
+        """Set every added parameter to its starting value."""
         self.moved = False
         for layer in self.layers():
             layer.reset_parameters()
 
 
 def check_heads(layer: MechanismLayer, heads: tuple[int, ...], host: Host) -> None:
-    """Refuse some of a host's heads for a layer that would change all of them.
+    """Raise if only some heads were chosen for a layer that would change all of them.
 
     Args:
-        layer: as its mechanism built it.
-        heads: those that were chosen.
-        host: where it is to be put.
+        layer: The layer, as its mechanism built it.
+        heads: Numbers of the chosen heads.
+        host: The attention layer that it is built for.
+
+    Raises:
+        ValueError: The layer does not honour the choice.
     """
     if len(heads) < host.heads and not (layer.honours_heads and layer.heads == heads):
         raise ValueError(

@@ -1,8 +1,10 @@
-"""The names that `attn_implementation=` accepts, each registered as an attention function and a mask function together.
+"""The names that `attn_implementation=` accepts, each with an attention and a mask function.
 
-A mechanism's own names ("cone", ...) are the published operators, without anything to learn. `hf_hyperattn` is the
-name of patched models: its function looks for `host.hyper`; a host without one runs what the model ran before.
-`hyper_dot` is the plain dot product on the engine that is the fastest for it, whose last digits are not SDPA's.
+- A mechanism's own names ("cone", ...) run the published operators, without learned parameters.
+- `hf_hyperattn` is the name of patched models. Its function looks for `host.hyper`. An attention
+  layer without one runs the implementation from before the patch.
+- `hyper_dot` is the plain dot product on the fastest of our engines. Its last digits differ from
+  SDPA's.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from .unsupported import refuse_unrouted
 
 
 def register_names() -> None:
-    """Register every name with Transformers, those of mechanisms that are registered later too."""
+    """Register every name with Transformers, also for mechanisms registered later."""
+    # Missing upstream: an error for families that never call the attention interface. Transformers
+    # still asks for their masks by our name, so the mask function can raise.
     UNROUTED.update(dict.fromkeys(model_patches.REFUSED, refuse_unrouted))
-    _register(PATCHED, patched_forward)
+    _register_name(PATCHED, patched_forward)
+    # Not in `OURS`: like "sdpa" it is a base implementation, on which patches may build.
     FUNCTIONS[HYPER_DOT] = attention_function(PlainDot)
     AttentionInterface.register(HYPER_DOT, FUNCTIONS[HYPER_DOT])
     AttentionMaskInterface.register(HYPER_DOT, family_mask)
@@ -41,10 +46,11 @@ def register_names_of(mechanism: Mechanism) -> None:
     for name, config in mechanism.names.items():
         forward = attention_function(NamedMechanism(config))
         forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
-        _register(name, forward)
+        _register_name(name, forward)
 
 
-def _register(name: str, function) -> None:
+def _register_name(name: str, function) -> None:
+    # A name without a mask function of its own would get no mask at all.
     OURS.add(name)
     FUNCTIONS[name] = function
     AttentionInterface.register(name, function)
@@ -52,17 +58,16 @@ def _register(name: str, function) -> None:
 
 
 class PlainDot:
-    """What `hyper_dot` runs: no layer, with the same for all modules."""
+    """The implementation of `hyper_dot`, the same for all attention layers."""
 
     @staticmethod
     def layers(
         call: HostCall, weights: bool = False, stock: Callable | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The host's own attention; arguments and result as in `Layers.forward`."""
-        score, options = (
-            dot_score(call.query, call.key, call.scale),
-            replace(call.options, any_rounding=True),
-        )
+        """Compute the attention layer's own attention; see `Layers.forward`."""
+        score = dot_score(call.query, call.key, call.scale)
+        # The fastest engine may run: this name promises no equal last digits.
+        options = replace(call.options, any_rounding=True)
         out, attention_weights = attention(
             score, call.value, options, backend=call.backend, weights=weights
         )
@@ -70,5 +75,5 @@ class PlainDot:
 
     @staticmethod
     def of(_: nn.Module) -> Callable:
-        """See `attention_function`."""
+        """Return the layers for a module; see `attention_function`."""
         return PlainDot.layers

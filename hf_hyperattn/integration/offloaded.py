@@ -1,4 +1,7 @@
-"""Weights that Accelerate keeps elsewhere (`device_map` with "cpu" or "disk") and brings to a module while it runs."""
+"""Weights that Accelerate offloads (`device_map` with "cpu" or "disk") and loads while a module runs.
+
+These functions find, read, add and drop such weights.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ from torch import nn
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether Accelerate brings a module's own weights only while it runs."""
+    """Return whether Accelerate loads a module's own weights only while it runs."""
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
 def without_weights(modules: Iterable[nn.Module]) -> bool:
-    """Whether some parameter is on the meta device and nothing brings its values."""
+    """Return whether a parameter is on the meta device and nothing loads its values."""
     parts = (part for module in modules for part in module.modules() if not is_offloaded(part))
     return any(p.is_meta for part in parts for p in part.parameters(recurse=False))
 
 
 @contextmanager
 def in_memory(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """The weights of offloaded modules are where they run while the block does."""
+    """Load the weights of offloaded modules for the length of the block."""
     with ExitStack() as stack:
         for module in modules:
             for part in module.modules():
@@ -33,13 +36,23 @@ def in_memory(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def storage_of(module: nn.Module) -> tuple[Any, Any]:
-    """The hook of an offloaded module, and where that finds the weights of the whole model by their names."""
+    """Return the hook of an offloaded module, and the model's weights by name."""
+    # Missing upstream: Accelerate has no function to add or remove a single offloaded weight, so
+    # the private hook and the mapping inside it are used.
     hook: Any = module._hf_hook
+    # A prefixed view of the mapping has the mapping of the whole model as `dataset`.
     return hook, getattr(hook.weights_map, "dataset", hook.weights_map)
 
 
 def drop_weights(old: nn.Module, name: str) -> None:
-    """Let go of the weights of an offloaded module that nothing needs any more; those on a disk stay there."""
+    """Release the weights of an offloaded module that is no longer used.
+
+    Weights on a disk stay there.
+
+    Args:
+        old: The module.
+        name: Its qualified name in the model.
+    """
     if is_offloaded(old):
         _, stored = storage_of(old)
         for key in old.state_dict(prefix=f"{name}."):
@@ -47,10 +60,14 @@ def drop_weights(old: nn.Module, name: str) -> None:
 
 
 def offload_like(new: nn.Module, old: nn.Module, name: str) -> None:
-    """Keep a new module's weights where those of the module are that it replaces; nothing where it was not offloaded.
+    """Offload a new module's weights like the weights of the module that it replaces.
+
+    Does nothing if the old module was not offloaded.
 
     Args:
-        name: the qualified name that it will have.
+        new: The new module, with its weights in memory.
+        old: The module that it replaces.
+        name: The qualified name that both have in the model.
     """
     if not is_offloaded(old):
         return
@@ -60,7 +77,10 @@ def offload_like(new: nn.Module, old: nn.Module, name: str) -> None:
         if on_disk and stored.save_folder is not None:
             offload_weight(tensor.detach(), key, stored.save_folder, stored.index)
         else:
-            (stored.state_dict if on_disk else stored)[key] = tensor.detach().cpu()
+            # A loader without a folder keeps a part of its weights in memory, by name.
+            weights = stored.state_dict if on_disk else stored
+            weights[key] = tensor.detach().cpu()
+        # The loader made this list when it was created, and iterates over it.
         if on_disk and key not in stored.all_keys:
             stored.all_keys.append(key)
     attach_align_device_hook(

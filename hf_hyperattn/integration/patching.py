@@ -1,4 +1,8 @@
-"""Patch a pretrained model in place, and give it back as it was."""
+"""Patch a pretrained model in place, and restore it.
+
+`patch_model` resolves its arguments to attention layers, checks them, and attaches a `hyper` to
+each. Every step runs inside `rollback_on_error`, so a failed call leaves the model unchanged.
+"""
 
 from __future__ import annotations
 
@@ -53,30 +57,36 @@ def patch_model(
     mode: Mode = "blend",
     include_cross_attention: bool = False,
 ) -> Model:
-    """Give a pretrained model hierarchy-aware attention, in place.
+    """Patch the attention of a pretrained model, in place.
 
-    Every chosen attention layer gets one child, `hyper`, which owns all added parameters. With mode="blend" the
-    patched model computes what it did before, until it is trained.
+    Every chosen attention layer gets one child, `hyper`, which owns all added parameters. With
+    mode="blend" the output of the patched model is unchanged until it is trained.
 
     Args:
-        model: any Transformers model whose attention is served: bare, with a head, composite, wrapped by PEFT,
-            compiled, offloaded or quantised. Adapters that it has get the added parameters, to train and save.
-        mechanisms: mechanism configs such as `ConeConfig()`, at most one per stage; or one `HyperAttnConfig`.
-        layers: None for all, a number, a list or range of numbers (negative ones count from the end), "last-third",
-            "first-half", "last-4", "every-2nd", or a function of a `Host`. Numbers and names count within each stack
-            (encoder, decoder, ...) of the model.
-        heads: which query heads, in the same ways; a function gets a head's number. None for all.
+        model: A Transformers model of a supported family: bare, with a head, composite, wrapped by
+            PEFT, compiled, offloaded or quantised. Its adapters get the added parameters, to train
+            and save them.
+        mechanisms: Mechanism configs such as `ConeConfig()`, at most one per stage, or one
+            `HyperAttnConfig`.
+        layers: None for all, a number, a list or range of numbers, or a function of a `Host`.
+            Also "last-third", "first-half", "last-4" and "every-2nd". Negative numbers count from
+            the end. Numbers and names count within each stack (encoder, decoder, ...).
+        heads: Query heads, in the same forms. A function gets the number of a head. None for all.
         mode: "blend" (identity at first) or "replace" (the published operator).
-        include_cross_attention: patch cross-attention too.
+        include_cross_attention: Whether to patch cross-attention too.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: nothing to patch, patched already, two mechanisms of one stage, an unknown layer or head, or a
-            family out of reach. The model is left as it was.
+        ValueError: There is nothing to patch, or the model is already patched. Two mechanisms share
+            a stage, a layer or head is unknown, or the family is unsupported. The model is
+            unchanged.
+
+    Example:
+        ha.patch_model(model, ha.ConeConfig(), layers="last-third")
     """
-    config = gather(mechanisms, layers, heads, mode, include_cross_attention)
+    config = gather_config(mechanisms, layers, heads, mode, include_cross_attention)
     base = base_model(model)
     refuse_adapters(base, "patch_model")
     if recorded_hosts(base.config) is not None or any(patched_hosts(base)):
@@ -85,26 +95,36 @@ def patch_model(
             "unpatch_model(model) first, or patch all in one call"
         )
     with rollback_on_error(base):
-        attach(base, *resolve(base, config))
-        with outside_inference_mode():  # adapters take copies
+        attach(base, *resolve_patch(base, config))
+        # Adapters copy the added parameters, and copies made in inference mode cannot be trained.
+        with outside_inference_mode():
             give_adapters_hyper(model, base)
     return model
 
 
-def resolve(
+def resolve_patch(
     base: PreTrainedModel, config: HyperAttnConfig
 ) -> tuple[HyperAttnConfig, list[Selected], bool]:
-    """What a config means for a model that is stock, or patched alike: the config without functions, the hosts, and
-    whether their family was made to call the attention interface for it.
+    """Return what a config means for a model, after all checks.
+
+    Args:
+        base: The model, unpatched or patched in the same way.
+        config: The patch, possibly with functions for `layers` and `heads`.
+
+    Returns:
+        The config without functions, the selected attention layers, and whether their family was
+        routed through the attention interface for this patch.
 
     Raises:
-        ValueError: as `patch_model`.
+        ValueError: As in `patch_model`.
     """
     refuse_by_name(base, "patching")
     warn_of_newer_versions()
     note_all(base)
-    newly_routed = route(base)
+    # Before the selection: a routed family has no attention layers ("hosts") until it is routed.
+    newly_routed = route_families(base)
     selected = select_hosts(base, config)
+    # When an adapter is added to a patched base, the base runs our name already.
     if not any(patched_hosts(base)):
         check_own_attention(selected)
     check_parts(base, PATCHED, [module.config for module, _ in selected])
@@ -115,22 +135,34 @@ def resolve(
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
-    """Give back the original model: same classes, state-dict keys and values, implementation; no hook is left.
+    """Restore the original model: classes, state dict and implementation.
 
-    A converted model is given back where it was converted with keep_original=True; a later patch of it goes first.
+    A converted model is restored if it was converted with keep_original=True. If it was patched
+    after its conversion, the first call removes that patch only.
+
+    Args:
+        model: A patched or converted model, possibly inside a wrapper.
+
+    Returns:
+        The original model. It is the same object unless a conversion created a new one.
 
     Raises:
-        ValueError: the model is not patched, or it is converted and what it was made from is not there.
+        ValueError: The model is not patched, or it is converted and its original was not kept.
+
+    Example:
+        model = ha.unpatch_model(model)
     """
     with outside_inference_mode():
-        return _unpatch(model)
+        return _unpatch_or_restore(model)
 
 
-def _unpatch(model: nn.Module) -> nn.Module:
+def _unpatch_or_restore(model: nn.Module) -> nn.Module:
     base = base_model(model)
     refuse_adapters(base, "unpatch_model")
-    hosts, recorded = dict(patched_hosts(base)), recorded_hosts(base.config) or []
+    hosts = dict(patched_hosts(base))
+    recorded = recorded_hosts(base.config) or []
     name = conversion_of(base)
+    # An in-place conversion consists of patched layers, so both are undone together.
     if name is not None and (CONVERSIONS[name].in_place or not hosts):
         original = give_back(base, name)
         return model if original is base else original
@@ -143,22 +175,35 @@ def _unpatch(model: nn.Module) -> nn.Module:
             f"{type(base).__name__} {how}, so there is no patch to undo; for its own attention call "
             "model.set_attn_implementation('sdpa')"
         )
-    # Fewer hosts than the record lists may also mean that layers were deleted, so the models themselves are asked.
-    for whole in running_on(base.config):
-        around = whole is not base and any(part is base for part in whole.modules())
-        if around and len(list(patched_hosts(whole))) > len(hosts):
-            raise ValueError(
-                f"{type(base).__name__} was patched as a part of a larger model that shares its config "
-                f"({type(whole).__name__}); call unpatch_model on that"
-            )
+    check_whole_model(base, len(hosts))
     with rollback_on_error(base):
         take_off(base)
         take_hyper_from_adapters(model, base)
     return model
 
 
+def check_whole_model(base: PreTrainedModel, count: int) -> None:
+    """Raise if a model was patched as a part of a larger model that shares its config.
+
+    Args:
+        base: The model that `unpatch_model` was called with.
+        count: Number of its patched attention layers.
+
+    Raises:
+        ValueError: There is such a larger model, with more patched layers.
+    """
+    # The record does not answer this: layers may have been deleted since it was written.
+    for whole in running_on(base.config):
+        around = whole is not base and any(part is base for part in whole.modules())
+        if around and len(list(patched_hosts(whole))) > count:
+            raise ValueError(
+                f"{type(base).__name__} was patched as a part of a larger model that shares its config "
+                f"({type(whole).__name__}); call unpatch_model on that"
+            )
+
+
 def take_off(base: PreTrainedModel) -> None:
-    """Remove every `hyper` and all that came with it."""
+    """Remove every `hyper`, its hooks and its records."""
     hosts = dict(patched_hosts(base))
     newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
@@ -168,53 +213,58 @@ def take_off(base: PreTrainedModel) -> None:
         remove_cache_hooks(host)
     ignore_hierarchy(base)
     erase_records(all_configs(base))
-    resolve_names(base)  # parts that run a structure by name
+    # Parts that run a mechanism with a hierarchy by name keep their `hierarchy=` argument.
+    resolve_names(base)
+    # Last: unrouting raises while a config still names an implementation of ours.
     if newly_routed:
         model_patches.unserve(base)
 
 
 @contextmanager
 def rollback_on_error(model: nn.Module) -> Iterator[None]:
-    """Where the block raises, the model's modules and configs are as they were before it.
+    """Restore the model's modules and configs if the block raises.
 
-    Classes, attributes, children, parameters, hooks and config entries are put back; values of tensors, which no patch
-    changes, are not copied.
+    Classes, attributes, children, parameters, hooks and config entries are restored. Values of
+    tensors are not copied, because no patch changes them.
     """
+    # By id: modules and configs may be shared, and configs compare by value.
     things: dict[int, Any] = {}
     for module in model.modules():
-        configs = [
-            value for value in module.__dict__.values() if isinstance(value, PreTrainedConfig)
-        ]
-        things |= {
-            id(thing): thing for thing in (module, *(part for top in configs for part in tree(top)))
-        }
+        things[id(module)] = module
+        for value in module.__dict__.values():
+            if isinstance(value, PreTrainedConfig):
+                things |= {id(part): part for part in tree(value)}
     before = []
     for thing in things.values():
         contents = {
-            n: (v, dict(v) if isinstance(v, dict) else None) for n, v in vars(thing).items()
+            name: (value, dict(value) if isinstance(value, dict) else None)
+            for name, value in vars(thing).items()
         }
         before.append((thing, type(thing), contents))
     try:
         yield
-    except BaseException:
+    except BaseException:  # also a keyboard interrupt
         for thing, cls, contents in before:
+            # Not by `thing.__class__ = `: modules and configs have a `__setattr__` of their own.
             object.__setattr__(thing, "__class__", cls)
             thing.__dict__.clear()
             for name, (value, entries) in contents.items():
                 thing.__dict__[name] = value
                 if entries is not None:
-                    value.clear()  # in place: handles of hooks refer to the dict itself
+                    # Clear in place: hook handles keep a reference to this dict.
+                    value.clear()
                     value.update(entries)
         raise
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model inside PEFT's, the compiler's or a data-parallel wrapper.
+    """Return the Transformers model inside wrappers of PEFT, compiler or parallelism.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     wrapped: Any = model
+    # Wrappers may be nested: `_orig_mod` is the compiler's, `module` the data-parallel wrappers'.
     while not isinstance(wrapped, PreTrainedModel):
         inside = getattr(wrapped, "_orig_mod", None) or getattr(wrapped, "module", None)
         if inside is None and hasattr(wrapped, "get_base_model"):
@@ -231,8 +281,15 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return wrapped
 
 
-def gather(mechanisms, layers, heads, mode: Mode, include_cross_attention: bool) -> HyperAttnConfig:
-    """One `HyperAttnConfig` out of the arguments of `patch_model`."""
+def gather_config(
+    mechanisms, layers, heads, mode: Mode, include_cross_attention: bool
+) -> HyperAttnConfig:
+    """Return one `HyperAttnConfig` from the arguments of `patch_model`.
+
+    Raises:
+        ValueError: There is no mechanism, a `HyperAttnConfig` comes with further arguments, or a
+            mechanism needs `convert`.
+    """
     if len(mechanisms) == 1 and isinstance(mechanisms[0], HyperAttnConfig):
         if layers is not None or heads is not None or mode != "blend" or include_cross_attention:
             raise ValueError(
@@ -245,7 +302,13 @@ def gather(mechanisms, layers, heads, mode: Mode, include_cross_attention: bool)
                 "HyperAttnConfig has layers and hosts; allowed: one of them, hosts=None to choose by layers"
             )
     else:
-        config = HyperAttnConfig(mechanisms, layers, heads, mode, include_cross_attention)
+        config = HyperAttnConfig(
+            mechanisms=mechanisms,
+            layers=layers,
+            heads=heads,
+            mode=mode,
+            include_cross_attention=include_cross_attention,
+        )
     if not config.mechanisms:
         raise ValueError(
             "patch_model got no mechanism; allowed: at least one, such as ConeConfig()"
@@ -254,14 +317,24 @@ def gather(mechanisms, layers, heads, mode: Mode, include_cross_attention: bool)
     return config
 
 
-def route(base: PreTrainedModel) -> bool:
-    """Make served families call the attention interface; whether that was needed now."""
+def route_families(base: PreTrainedModel) -> bool:
+    """Route supported families through the attention interface.
+
+    Only a patch that routed a family undoes it when it is removed.
+
+    Returns:
+        Whether it was needed.
+    """
     before = next(model_patches.hosts(base), None) is not None
     return model_patches.serve(base) and not before
 
 
 def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selected]:
-    """The hosts that the config means, each with its facts."""
+    """Return the attention layers that a config selects, each with its facts.
+
+    Raises:
+        ValueError: It selects none, the family is unsupported, or a mechanism does not fit a layer.
+    """
     hosts = all_hosts(base)
     if not hosts:
         if has_attention(base):
@@ -274,6 +347,7 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
         picks = [host.name in names for _, _, host in hosts]
     else:
         picks = select_layers([(stack, host) for stack, _, host in hosts], config.layers)
+    # A list of names is explicit, so it may contain cross-attention.
     cross = config.include_cross_attention or config.hosts is not None
     picked = [(module, host) for (_, module, host), pick in zip(hosts, picks, strict=True) if pick]
     selected = [(module, host) for module, host in picked if cross or not host.is_cross]
@@ -289,32 +363,37 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
 
 
 def check_calls(config: HyperAttnConfig, selected: list[Selected]) -> None:
-    """Refuse hosts of which it is known that every call would be refused."""
+    """Raise for attention layers where every call would raise later.
+
+    Raises:
+        ValueError: A mechanism reads hidden states that a layer gets in another form, or needs the
+            positions of queries that a layer pools.
+    """
     for module, host in selected:
         for mechanism in config.mechanisms_at(host.name):
-            known, name = (
-                get_mechanism(mechanism.mechanism),
-                f"{host.name} ({type(module).__name__})",
-            )
+            known = get_mechanism(mechanism.mechanism)
+            name = f"{host.name} ({type(module).__name__})"
             advice = "allowed: layers= without it, or other mechanisms"
             form = form_of_hidden(module)
             if form is not None and getattr(known.layer, "reads_hidden", False):
                 raise ValueError(
                     f"{known.name} reads a row of hidden states for each query, and {name} gets {form}; {advice}"
                 )
-            pools = (
-                getattr(module, "query_stride", None) is not None
-            )  # SAM 2's backbone, between its stages
-            if pools and (
-                not known.cross_attention or getattr(mechanism, "windows", None) is not None
-            ):
+            # The backbone of SAM 2 pools its queries between stages.
+            pools = getattr(module, "query_stride", None) is not None
+            has_windows = getattr(mechanism, "windows", None) is not None
+            # A mechanism that supports cross-attention needs no positions, except for windows.
+            if pools and (has_windows or not known.cross_attention):
                 raise ValueError(
                     f"{known.name} cannot tell the positions of queries that {name} pools; {advice}"
                 )
 
 
 def warn_unread(config: HyperAttnConfig, selected: list[Selected]) -> None:
-    """Say what of a mechanism's config none of its hosts reads."""
+    """Warn of options of a mechanism that none of its attention layers reads.
+
+    Some options only have an effect in causal, others only in bidirectional attention.
+    """
     directions: dict[MechanismConfig, set[bool]] = {}
     for _, host in selected:
         for mechanism in config.mechanisms_at(host.name):
@@ -325,7 +404,13 @@ def warn_unread(config: HyperAttnConfig, selected: list[Selected]) -> None:
 
 
 def resolve_heads(config: HyperAttnConfig, selected: list[Selected]) -> HyperAttnConfig:
-    """The config with the heads that a function selects as numbers, since a config cannot hold a function."""
+    """Replace a function for `heads` by the numbers that it selects.
+
+    A config is saved as JSON, which cannot contain a function.
+
+    Raises:
+        ValueError: It selects different heads in layers with different numbers of heads.
+    """
     if not callable(config.heads):
         return config
     heads = {select_heads(config.heads, host.heads, host.name) for _, host in selected}
@@ -338,7 +423,7 @@ def resolve_heads(config: HyperAttnConfig, selected: list[Selected]) -> HyperAtt
 
 
 def check_own_attention(selected: list[Selected]) -> None:
-    """Refuse a model that runs one of our names: a patch starts from the model's own attention."""
+    """Raise if a model runs one of our names: a patch builds on its own attention."""
     for module, host in selected:
         name = cast(Any, module).config._attn_implementation
         if name in OURS:

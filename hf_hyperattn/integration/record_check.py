@@ -1,7 +1,8 @@
-"""One check, at every load: the record in the config and the added tensors of the checkpoint belong together.
+"""Check at every load that the record in the config matches the added tensors of the checkpoint.
 
-A checkpoint that lost one of the two would load as another model than was saved. So a record without its tensors,
-tensors without their record, and tensors of another shape are errors, except inside `fresh_patch()`.
+A checkpoint that lost one of the two would load as a different model. So a record without its
+tensors, tensors without their record, and tensors of another shape are errors, except inside
+`fresh_patch()`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from .stock import marked
 
 logger = logging.getLogger("hf_hyperattn")
 
+#: Whether `fresh_patch` is active.
 FRESH: ContextVar[bool] = ContextVar("hyperattn_fresh_patch", default=False)
+#: End of every error message here.
 WAY_OUT = "or load inside `with hf_hyperattn.fresh_patch():` to"
 
 
 @contextmanager
 def fresh_patch() -> Iterator[None]:
-    """Inside this context `from_pretrained` takes what a checkpoint has of its patch, and starts the rest anew.
+    """Let `from_pretrained` load incomplete patches inside this context.
 
-    Added tensors that are missing get their starting values, as after `patch_model`, and added tensors that the config
-    has no record for are left out. Outside of it both are errors. Models made by `from_config`, or by calling the
-    class, are always fresh and need no context.
+    Missing added tensors get their starting values, as after `patch_model`. Added tensors without a
+    record in the config are left out. Outside of the context both are errors. Models made by
+    `from_config`, or by calling the class, have no tensors to load and need no context.
 
     Example:
         with hf_hyperattn.fresh_patch():
@@ -47,14 +50,15 @@ def fresh_patch() -> Iterator[None]:
 
 
 def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
-    """Compare the record of a model that was built from its config with the tensors that were loaded into it.
+    """Compare the record in a model's config with the tensors that were loaded.
 
     Args:
+        model: The model, built from its config and loaded.
         loading_info: Transformers' `LoadStateDictInfo` of the load.
-        source: what was loaded, for the message; None for a state dict.
+        source: Name of the checkpoint, for the error. None for a state dict.
 
     Raises:
-        ValueError: added tensors are missing or have another shape, or there are some without a record.
+        ValueError: Added tensors are missing, have another shape, or have no record.
     """
     where = "the state dict" if source is None else str(source)
     warn_of_unused_parameters(model, where)
@@ -79,6 +83,7 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
                 f"{where} holds {name!r} with shape {tuple(shape)}, and its config asks for {tuple(expected)}; use the "
                 f"config that it was saved with, {WAY_OUT} start it anew (ignore_mismatched_sizes=True)"
             )
+    # Finding tensors by name scans the whole model, so skip it in the usual case.
     unexpected = loading_info.unexpected_keys
     if unexpected and (strange := tensors_of_hosts(model, unexpected)):
         raise ValueError(
@@ -87,6 +92,7 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
             f"hyperattn_stock and attn_implementation of the config.json that it was saved with, "
             f"{WAY_OUT} leave them out"
         )
+    # A config that only lost its record would otherwise load as an unpatched model.
     if not added and any(map(marked, tree(model.config))) and not is_recorded(model.config):
         if not any(patched_hosts(model)):
             raise ValueError(
@@ -97,26 +103,31 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
 
 
 def suggest_class(model: PreTrainedModel) -> str:
-    """Return a way out, for errors, if a model was loaded as another class than the one it was saved as; else "".
+    """Return advice if a model was not loaded as the class that was saved, else "".
 
-    Whether a prefix LM generates decides what `HsaConfig(tying=None)` means for its layers.
+    The class matters: whether a prefix LM generates decides what `HsaConfig(tying=None)` means for
+    its layers, and so which tensors they have.
     """
     saved = getattr(model.config, "architectures", None) or [type(model).__name__]
-    return (
-        ""
-        if type(model).__name__ in saved
-        else f"load it as {saved[0]}, the class that was saved, or "
-    )
+    if type(model).__name__ in saved:
+        return ""
+    return f"load it as {saved[0]}, the class that was saved, or "
 
 
 def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
-    """Warn where a config holds parameters of a mechanism by name and runs another: early versions lost the name."""
+    """Warn if a config has parameters for a mechanism by name but runs another name.
+
+    Early versions lost the name on saving.
+
+    Args:
+        model: The model that was loaded or is saved.
+        where: Name of the checkpoint or model, for the message.
+    """
     for config in tree(model.config):
         record = getattr(config, RECORD, None)
         if isinstance(record, dict) and recorded_hosts(config) is None:
-            names = {
-                n for m in read_record(record).mechanisms for n in get_mechanism(m.mechanism).names
-            }
+            mechanisms = read_record(record).mechanisms
+            names = {name for m in mechanisms for name in get_mechanism(m.mechanism).names}
             if names and not names & {part._attn_implementation for part in tree(config)}:
                 logger.warning(
                     f"config.hyperattn of {where} holds parameters of {min(names)!r}, and the model runs "
@@ -126,7 +137,7 @@ def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
 
 
 def added_tensors(model: nn.Module) -> list[str]:
-    """Names in the model's state dict of all that its patch, or its conversion in place, added."""
+    """Return the names of all tensors that a patch or in-place conversion added."""
     return [
         f"{host_name}.{name}.{key}"
         for host_name, host in patched_hosts(model)
@@ -137,11 +148,16 @@ def added_tensors(model: nn.Module) -> list[str]:
 
 
 def tensors_of_hosts(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Those of `names` that are added tensors of this model's hosts, with or without the base model's prefix."""
+    """Return the names that are added tensors of this model's attention layers.
+
+    Args:
+        model: The model, patched or not.
+        names: Names of tensors, with or without the prefix of the base model.
+    """
     if not names:
         return []
     mechanism = "|".join(map(re.escape, MECHANISMS))
-    # PEFT keeps copies of a layer under these names.
+    # PEFT keeps copies of a module under these names.
     copies = (
         r"(?:original_module\.|base_layer\.|modules_to_save\.[^.]+\.|lora_hyper\.(?:[^.]+\.)?)?"
     )
@@ -149,14 +165,23 @@ def tensors_of_hosts(model: nn.Module, names: Collection[str]) -> list[str]:
     matches = [match for name in sorted(names) if (match := added.fullmatch(name))]
     if not matches:
         return []
+    # Only names that would belong to an attention layer: "hyper" may also be a module of others.
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     hosts = {form for n, _ in find_hosts(model) for form in (n, prefix + n, n.removeprefix(prefix))}
     return [match.string for match in matches if (match[1] or "") in hosts]
 
 
 def _is_loaded(model: PreTrainedModel, name: str, missing: set[str]) -> bool:
-    """Whether a tensor came under another name: that of the tensor it is tied to, or of a module that is shared."""
+    """Return whether a tensor was loaded under another name.
+
+    Args:
+        model: The loaded model.
+        name: The tensor's own name, which the checkpoint lacks.
+        missing: All names that the checkpoint lacks.
+    """
+    # Tied tensors are saved once.
     source = model.all_tied_weights_keys.get(name)
     if source is not None:
         return source not in missing
+    # A shared module appears under several names, and its tensors carry this flag once loaded.
     return bool(getattr(model.get_parameter_or_buffer(name), "_is_hf_initialized", False))

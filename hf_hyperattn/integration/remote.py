@@ -1,7 +1,8 @@
-"""What an exported checkpoint runs on where this package is not installed: `hyperattn export` copies it.
+"""Run an exported checkpoint without this package: `hyperattn export` copies this module.
 
-It is importing the package in small: the attention function is registered, and a model of an exported class is patched
-while it is built. Nothing of Transformers is wrapped, so only the exported classes know of it.
+It is a small version of importing the package. The attention function is registered, and a model of
+an exported class is patched while it is built. No method of Transformers is wrapped, so only the
+exported classes are affected.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from .conversions import rebuild
 from .record_check import check_loaded
 from .stock import PATCHED, RUNNING, marked, run_beneath
 
+#: Attribute of a model under construction: the configs that ask for our name.
 REQUESTED = "_hyperattn_requested"
 
-
+# A mixin: the type checker sees the class that it stands before.
 if TYPE_CHECKING:
     Stock = PreTrainedModel
 else:
@@ -29,14 +31,18 @@ else:
 
 
 class Patched(Stock):
-    """Stands before a stock class and puts every `hyper` in place before the weights are loaded."""
+    """A mixin before a Transformers class: attaches every `hyper` before loading."""
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """The modelling is the stock's, and so are the names of its weights and their conversion when loading."""
+        """Return False: weights have the names of the Transformers class.
+
+        For custom code, Transformers skips the conversion of names when it loads.
+        """
         return False
 
     def __init__(self, config, *args, **kwargs):
+        # This copy registers a name of its own (see `stock.RUNNING`), not the one in config.json.
         ours = [part for part in tree(config) if part._attn_implementation == PATCHED]
         for part in ours:
             setattr(part, INTERNAL, RUNNING)
@@ -44,14 +50,13 @@ class Patched(Stock):
         super().__init__(config, *args, **kwargs)
 
     def post_init(self):
-        """As in Transformers, after patching.
+        """Patch the model as its config records, then finish as in Transformers.
 
         Raises:
-            ValueError: the config does not say what was patched, or names hosts that the model does not have.
+            ValueError: The config has no record, or names attention layers that the model lacks.
         """
-        for part in self.__dict__.pop(
-            REQUESTED
-        ):  # some models set the names of their parts from the one at the top
+        # Again, because some models overwrite the names of their parts with the one at the top.
+        for part in self.__dict__.pop(REQUESTED):
             setattr(part, INTERNAL, RUNNING)
         note_all(self)
         resolve_stock(self)
@@ -60,29 +65,33 @@ class Patched(Stock):
         repatch(self, record)
         rebuild(self, record)
         for config in all_configs(self):
+            # For the next save: Transformers only writes a name that was assigned to the config.
             if name := saved_name(config):
-                config.attn_implementation = (
-                    name  # for the next save: Transformers writes no other name
-                )
+                config.attn_implementation = name
         for _, host in patched_hosts(self):
             host.register_forward_pre_hook(stay_patched)
         super().post_init()
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info):
-        """As in Transformers, after the record is compared with the tensors."""
+        """Compare the record with the loaded tensors, then finish as in Transformers."""
         check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     def set_attn_implementation(self, *args, **kwargs):
-        """As in Transformers, for what runs beneath the mechanism."""
+        """Set the base implementation, and keep the patch."""
         super().set_attn_implementation(*args, **kwargs)
         for config in filter(marked, all_configs(self)):
             run_beneath(config)
 
 
 def stay_patched(host, args) -> None:
-    """The hook before a host's call: a name that was written into its config becomes what runs beneath."""
+    """Keep the patch if another name was assigned to the config; a forward pre-hook.
+
+    The assigned name becomes the base implementation.
+    """
+    # Missing upstream: a callback for an assignment to `config._attn_implementation`. The package
+    # wraps the config class instead, which an exported checkpoint must not do.
     if host.config._attn_implementation != RUNNING:
         run_beneath(host.config)
 

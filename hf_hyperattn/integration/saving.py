@@ -1,8 +1,8 @@
-"""Saving a patched model or its adapter: a card beside the weights, and always a whole checkpoint in the folder.
+"""Save a patched model or its adapter as a whole, with a model card.
 
-Transformers and PEFT write straight into the target, so that a save which is killed leaves neither the old checkpoint
-nor the new one. What is ours is saved through `folders.replace_folder` instead. Where many processes save one model
-together, all gather its weights and one of them writes.
+Transformers and PEFT write straight into the target folder, so a killed save leaves neither the old
+checkpoint nor the new one. Patched models are saved through `folders.replace_folder` instead. If
+several processes save one model, all gather its weights and one of them writes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ HUB_ONLY = ("repo_id", "private", "commit_message", "create_pr", "exist_ok", "re
 
 
 def card_facts(published: object) -> dict | None:
-    """What the card of a published object says beyond its files; None for anything that is not ours."""
+    """Return the facts for a model card that files lack, or None if nothing is ours.
+
+    Args:
+        published: The model, adapter or config that is saved or uploaded.
+    """
     facts = hub_cards.patched_facts(published)
     if facts is not None:
         facts["about"] = {
@@ -76,14 +80,20 @@ def card_facts(published: object) -> dict | None:
     return facts
 
 
+# Missing upstream: a way to add files to an upload. `push_to_hub` of all classes ends in
+# `PushToHubMixin`, whose methods are wrapped here.
 hub_cards.hook_uploads(PushToHubMixin, card_facts)
 
 
 @contextmanager
 def checkpoint_folder(target: str | os.PathLike, published: object) -> Iterator[Path]:
-    """A folder to save into, which takes the place of `target`'s checkpoint, card included, when the block ends.
+    """Yield a folder that replaces the checkpoint in `target` when the block ends.
 
-    Other files of `target` stay, a person's own README.md too.
+    Other files in `target` stay, also a README.md that a person wrote.
+
+    Args:
+        target: The folder of the checkpoint.
+        published: The model or adapter, for the card.
     """
     with replace_folder(target) as folder:
         with hub_cards.card_beside(folder, published, facts_for=card_facts, replaces=target):
@@ -93,54 +103,59 @@ def checkpoint_folder(target: str | os.PathLike, published: object) -> Iterator[
 # A whole model
 
 
+# Missing upstream: an atomic save, and callbacks before and after the files are written.
 @wrap("save_pretrained")
-def _save(original, self, save_directory, is_main_process=True, *args, **kwargs):
+def _save_model(original, self, save_directory, is_main_process=True, *args, **kwargs):
+    """Write records, check the tensors, and save the checkpoint as a whole."""
     patched = any(patched_hosts(self))
     if patched:
-        write_records(self)  # parts of it may have been patched, or unpatched, by themselves
+        # Again, because parts of the model may have been patched or unpatched by themselves.
+        write_records(self)
     state_dict = kwargs.get("state_dict", args[0] if args else None)
     if getattr(self, "_hf_peft_config_loaded", False):
         before_saving_adapters(self, self.peft_config, self.active_adapters())
     elif state_dict is None:
         refuse_wrapped(self)
+    # With adapters or a quantiser Transformers writes other tensors than these.
     if not getattr(self, "peft_config", None) and getattr(self, "hf_quantizer", None) is None:
-        check_saved_state_dict(self, state_dict)  # else other tensors are written
+        check_saved_state_dict(self, state_dict)
     if not patched and is_recorded(self.config):
-        with without_records(
-            self
-        ):  # it shares its config with a patched model, or with parts that were one
+        # It shares its config with a patched model. Its own config.json must not say "patched".
+        with without_records(self):
             return original(self, save_directory, is_main_process, *args, **kwargs)
-    call = (
-        inspect.signature(original)
-        .bind(self, save_directory, is_main_process, *args, **kwargs)
-        .arguments
-    )
-    options = {**call.pop("kwargs", {}), **call}
-    del options["self"], options["save_directory"]
     warn_of_unsaved_names(self)
     warn_of_unused_parameters(self, type(self).__name__)
     by_name = any(part._attn_implementation in OURS for part in tree(self.config))
+    # A file as target: Transformers reports that error.
     if not (patched or by_name) or os.path.isfile(save_directory):
         return original(self, save_directory, is_main_process, *args, **kwargs)
+    signature = inspect.signature(original)
+    call = signature.bind(self, save_directory, is_main_process, *args, **kwargs).arguments
+    options = {**call.pop("kwargs", {}), **call}
+    del options["self"], options["save_directory"]
     target = Path(save_directory)
     if options.get("push_to_hub"):
+        # Transformers takes the folder's name, which here would be a temporary one.
         options.setdefault("repo_id", target.resolve().name)
     if options.get("distributed_checkpoint") and torch.distributed.is_initialized():
         return _write_by_all(original, self, target, options)
     pushed = options.pop("push_to_hub", False)
     _write_model(original, self, target, {n: v for n, v in options.items() if n not in HUB_ONLY})
-    if pushed:  # from a folder of its own: what is pushed is what was saved
+    if pushed:
+        # From a folder of its own: other files of the target are not uploaded.
         with tempfile.TemporaryDirectory() as folder:
             original(self, folder, push_to_hub=True, **options)
 
 
 def refuse_wrapped(model: PreTrainedModel) -> None:
-    """Raise where a whole model is to be saved while PEFT's wrappers are in it, under names that no load finds."""
-    names = [
-        *hyper_wrappers(model),
-        *((f"{host}.hyper", None) for host, _, _ in hyper_adapters(model)),
-    ]
-    for name, _ in names:
+    """Raise if a whole model is saved while it contains PEFT's wrappers.
+
+    Raises:
+        ValueError: Added tensors would be saved under names that no load finds.
+    """
+    names = [name for name, _ in hyper_wrappers(model)]
+    names += [f"{host}.hyper" for host, _, _ in hyper_adapters(model)]
+    for name in names:
         raise ValueError(
             f"{name} is inside PEFT's wrapper, and would be saved under a name that no load finds; save the "
             "adapter with PeftModel.save_pretrained, or the whole model after merge_and_unload() or unload()"
@@ -148,7 +163,10 @@ def refuse_wrapped(model: PreTrainedModel) -> None:
 
 
 def warn_of_unsaved_names(model: PreTrainedModel) -> None:
-    """Warn where a part runs a name of ours on a config of its own, of which config.json says nothing: T5's encoder."""
+    """Warn if a part runs a name of ours on a config that is not in config.json.
+
+    T5's encoder is such a part: it runs on a copy of the model's config.
+    """
     written = {config._attn_implementation for config in tree(model.config)}
     running = (OURS - {PATCHED, RUNNING}) & {
         config._attn_implementation for config in all_configs(model)
@@ -161,9 +179,17 @@ def warn_of_unsaved_names(model: PreTrainedModel) -> None:
 
 
 def _write_model(original, model: PreTrainedModel, target: Path, options: dict) -> None:
-    """Save a model; every process takes part in gathering its weights, and one writes them."""
+    """Save a model: every process gathers its weights, and one process writes them.
+
+    Args:
+        original: Transformers' `save_pretrained`.
+        model: The model.
+        target: The folder of the checkpoint.
+        options: Further arguments by name, except the ones in `HUB_ONLY`.
+    """
     distributed = getattr(model.config, "distributed_config", None)
     if not model.should_save_on_this_rank(options["is_main_process"]):
+        # The call gathers the weights with the other processes, and writes nothing.
         with tempfile.TemporaryDirectory() as nothing_is_written_here:
             original(model, nothing_is_written_here, **options)
         return model.barrier_after_gathered_checkpoint_save(distributed)
@@ -173,22 +199,33 @@ def _write_model(original, model: PreTrainedModel, target: Path, options: dict) 
             original(model, folder, **options)
             gathered = True
     finally:
-        if gathered:  # the others leave `save_pretrained` when the checkpoint is in its place
+        # The other processes wait here until the checkpoint is in its place, also if moving it
+        # failed.
+        if gathered:
             model.barrier_after_gathered_checkpoint_save(distributed)
 
 
 def _write_by_all(original, model: PreTrainedModel, target: Path, options: dict) -> None:
-    """Save a model of which every process writes its own part, into one folder that the first process brings in place.
+    """Save a model whose processes each write their own part into one folder.
+
+    The first process creates the folder and moves it into its place.
+
+    Args:
+        original: Transformers' `save_pretrained`.
+        model: The model.
+        target: The folder of the checkpoint.
+        options: Further arguments by name.
 
     Raises:
-        OSError: the folder cannot be made, or the processes do not share it.
+        OSError: The folder cannot be created, or the processes do not share it.
     """
     with ExitStack() as stack:
-        shared: list[str | None] = [None, None]  # the folder, and why there is none
+        shared: list[str | None] = [None, None]  # the folder, and the error if there is none
         if torch.distributed.get_rank() == 0:
             try:
                 shared[0] = str(stack.enter_context(checkpoint_folder(target, model)))
-            except OSError as error:  # the others wait to hear of it
+            except OSError as error:
+                # Not raised yet: the other processes wait for the broadcast below.
                 shared[1] = str(error)
         torch.distributed.broadcast_object_list(shared, src=0)
         seen = [None] * torch.distributed.get_world_size()
@@ -202,24 +239,24 @@ def _write_by_all(original, model: PreTrainedModel, target: Path, options: dict)
             why = shared[1] or unshared
             raise OSError(f"{target}: distributed_checkpoint=True cannot save there: {why}")
         original(model, shared[0], **options)
-    torch.distributed.barrier()  # the others leave `save_pretrained` when the checkpoint is in its place
+    # No process returns before the checkpoint is in its place.
+    torch.distributed.barrier()
 
 
 # Adapters
 
 
+# Missing upstream in PEFT: an atomic save, and callbacks before and after the files are written.
 @wrap("save_pretrained", PeftModel)
 def _save_adapters(original, self, save_directory, *args, **kwargs):
+    """Save adapters as a whole, with the patch of their base."""
     base = self.get_base_model()
     if not isinstance(base, PreTrainedModel):
         return original(self, save_directory, *args, **kwargs)
     if any(patched_hosts(base)):
-        write_records(base)  # parts of it may have been patched, or unpatched, by themselves
-    names = (
-        kwargs.get("selected_adapters")
-        or (args[1] if len(args) > 1 else None)
-        or list(self.peft_config)
-    )
+        write_records(base)
+    selected = kwargs.get("selected_adapters") or (args[1] if len(args) > 1 else None)
+    names = selected or list(self.peft_config)
     before_saving_adapters(base, self.peft_config, names)
     call = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
     description = describe_base(base)
@@ -227,12 +264,10 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
         return original(self, save_directory, *args, **kwargs)
     if not call.get("is_main_process", True) or os.path.isfile(save_directory):
         return original(self, save_directory, *args, **kwargs)
+    # All processes gather sharded parameters, and only the first one may write.
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if (
-        together
-        and torch.distributed.get_rank()
-        and any(isinstance(p, DTensor) for p in self.parameters())
-    ):
+    is_other_rank = together and torch.distributed.get_rank() != 0
+    if is_other_rank and any(isinstance(p, DTensor) for p in self.parameters()):
         with tempfile.TemporaryDirectory() as nothing_is_kept_here:
             return original(self, nothing_is_kept_here, *args, **kwargs)
     with checkpoint_folder(save_directory, self) as folder:
@@ -243,17 +278,24 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
 
 
 def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str]) -> None:
-    """Let adapters say what their base is and what they patch it with, and warn of added parameters that were trained
-    and are in none of them.
+    """Write base and patch of adapters into their configs.
+
+    Warns of added parameters that were trained and are not in a saved adapter.
+
+    Args:
+        base: The model without PEFT's wrapper.
+        configs: The configs of all adapters, by name.
+        names: The adapters that are saved.
     """
     for config in configs.values():
         setattr(config, BASE, describe_base(base))
     for name in set(names) & set(configs):
-        say_what_runs(base, name, configs[name])
+        record_running_patch(base, name, configs[name])
     for name in names:
         left_out = next(
-            (host for host, hyper in not_in_adapter(base, name) if is_trained(hyper)), None
+            (host for host, hyper in list_outside_adapter(base, name) if is_trained(hyper)), None
         )
+        # The Trainer saves many times: one warning per model and adapter.
         key = f"_hyperattn_warned_of_{name}"
         if left_out is not None and key not in base.__dict__:
             base.__dict__[key] = True
@@ -264,18 +306,26 @@ def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str
             )
 
 
-def say_what_runs(base: PreTrainedModel, name: str, config) -> None:
-    """Let an adapter's config say what it patches its base with; a warning where it was changed to say otherwise."""
+def record_running_patch(base: PreTrainedModel, name: str, config) -> None:
+    """Write the patch that an adapter runs into its config.
+
+    Warns if the config was edited to say something else.
+
+    Args:
+        base: The model without PEFT's wrapper.
+        name: The adapter.
+        config: Its config.
+    """
     running = describe_adapters(base).get(name)
     if running is None:
         return
     there, prefix = config.hyperattn, base.base_model_prefix
     cut = cut_to_depth(there, base) if isinstance(there, HyperAttnConfig) else there
-    if cut is not there:  # layers were deleted from the model
+    # Layers were deleted from the model. Their entries go without the warning below.
+    if cut is not there:
         there = config.hyperattn = cut or running
-    if not isinstance(there, HyperAttnConfig) or in_short(there, prefix) != in_short(
-        running, prefix
-    ):
+    is_config = isinstance(there, HyperAttnConfig)
+    if not is_config or in_short(there, prefix) != in_short(running, prefix):
         logger.warning(
             f"peft_config[{name!r}].hyperattn is not what the model computes: it was changed after the adapter was put "
             "on the model, or layers were moved or deleted. What the model computes is saved; to change that, add an "
@@ -284,28 +334,40 @@ def say_what_runs(base: PreTrainedModel, name: str, config) -> None:
         config.hyperattn = running
 
 
-def not_in_adapter(base: PreTrainedModel, name: str) -> Iterator[tuple[str, Hyper]]:
-    """Host and `hyper` of all added parameters that are not written with an adapter."""
+def list_outside_adapter(base: PreTrainedModel, name: str) -> Iterator[tuple[str, Hyper]]:
+    """Yield the added parameters that an adapter does not contain.
+
+    Args:
+        base: The model without PEFT's wrapper.
+        name: The adapter.
+
+    Yields:
+        Name of the attention layer, and its `hyper`.
+    """
     for host, module in patched_hosts(base):
         copies = getattr(module.hyper, "modules_to_save", getattr(module.hyper, "lora_hyper", {}))
-        if base_hyper(module) is None:  # there is but what other adapters brought along
+        # Only adapters patch this layer: each saves its own parameters.
+        if base_hyper(module) is None:
             continue
+        # A patched layer may itself be a part that PEFT saves whole.
         inside = ".modules_to_save." in f".{host}." or ".original_module." in f".{host}."
         if name not in copies and not inside:
             yield host, inner(base_hyper(module))
 
 
 def is_trained(hyper: Hyper) -> bool:
-    """Whether a `hyper` is open to training, or is not what a load of its base will give.
+    """Return whether a `hyper` is trainable, or differs after a load of its base.
 
-    That is what the base's own checkpoint has, or what a new patch starts from.
+    Loading the base gives the values of its checkpoint, or the starting values of a new patch.
     """
     parameters = list(hyper.parameters())
     if any(p.requires_grad for p in parameters):
         return True
+    # Their values cannot be compared here. Without a comparison there is no warning.
     offloaded_or_sharded = any(p.is_meta or hasattr(p, "device_mesh") for p in parameters)
     if hyper.came_with_model or offloaded_or_sharded:
         return False
+    # Starting values may be random: keep the generator of the training as it is.
     with torch.random.fork_rng(devices=[]):
         start = copy.deepcopy(hyper)
         start.reset_parameters()
@@ -313,10 +375,12 @@ def is_trained(hyper: Hyper) -> bool:
     return moved and not all(layer.identical() for layer in hyper.layers())
 
 
+# Missing upstream: a callback after a load with its arguments, and after a failed one.
 @wrap("from_pretrained", PeftModel)
 @wrap("from_pretrained")
-def _load(original, cls, *args, **kwargs):
-    """A load, whose error says of a folder that an interrupted save left how to bring the save to its end."""
+def _load_pretrained(original, cls, *args, **kwargs):
+    """Load, and explain in the error how to finish a save that was interrupted."""
+    # While a model loads, its configs may ask for names that are resolved later.
     token = LOADING.set(issubclass(cls, PreTrainedModel) or LOADING.get())
     try:
         result = original(cls, *args, **kwargs)
@@ -337,7 +401,14 @@ def _load(original, cls, *args, **kwargs):
 
 
 def warn_of_source(model, pretrained_model_name_or_path, *args, **kwargs) -> None:
-    """Warn where a model was not made from the config of the weights that it took, which ran another attention."""
+    """Warn if the attention of a model is not the attention of its weights.
+
+    Args:
+        model: The loaded model.
+        pretrained_model_name_or_path: The checkpoint, as in `from_pretrained`. None for a state
+            dict.
+        args, kwargs: Further arguments of `from_pretrained`.
+    """
     source, config = pretrained_model_name_or_path, kwargs.get("config")
     if source is None:
         warn_of_noted(model, kwargs.get("state_dict"))

@@ -1,11 +1,13 @@
-"""Weights that go into a model that is there already, by whichever library: what they pass over is told.
+"""Warn if weights that are loaded into an existing model leave out a patch.
 
-torch tells what a state dict lacked only to who reads the result of `load_state_dict`, Accelerate and the Trainer load
-a checkpoint file by file, and a name that a model ran under has no tensor at all. Wrapped, once, at import:
+torch reports missing tensors only in the result of `load_state_dict`. Accelerate and the Trainer
+load a checkpoint file by file. A model that ran a mechanism by name has no added tensor at all.
+Wrapped once, on import:
 
-- `state_dict`: notes which attention of ours the model runs, where torch keeps its own metadata;
-- `load_state_dict`, also PEFT's, Accelerate's `load_checkpoint_in_model`, and what the Trainer resumes by: warn where
-  added tensors, or a name that the checkpoint ran under, are passed over.
+- `state_dict`: records which attention of ours the model runs, in torch's own metadata;
+- `load_state_dict` (also PEFT's), Accelerate's `load_checkpoint_in_model`, and the Trainer's
+  functions for resuming: warn if added tensors, or the name that the checkpoint ran under, are
+  lost.
 """
 
 from __future__ import annotations
@@ -39,35 +41,40 @@ from .wrapping import wrap
 
 logger = logging.getLogger("hf_hyperattn")
 
-#: Names of the tensors that were read so far, while a checkpoint of several files is loaded file by file.
+#: Names of the tensors read so far, while a checkpoint is loaded file by file. None otherwise.
 READ: ContextVar[set[str] | None] = ContextVar("hyperattn_tensors_read", default=None)
-#: Arguments of loaders that say which files of the Hub are meant.
+#: Arguments of loaders that select files on the Hub.
 WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-#: In the metadata that torch keeps with a state dict: which attention of ours its model ran.
+#: Key in torch's metadata of a state dict: the attention of ours that its model ran.
 NOTED = "hf_hyperattn"
 
 
+# Missing upstream: a hook for the state dict of every model. torch has hooks for single instances.
 @wrap("state_dict")
 def _state_dict(original, self, *args, **kwargs):
+    """Note in the metadata which attention of ours the model runs."""
     result = original(self, *args, **kwargs)
     description = None if LOADING.get() else describe_base(self)
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     adapters = {} if LOADING.get() else describe_adapters(self)
-    if (adapters or description is not None) and hasattr(
-        result, "_metadata"
-    ):  # a name has no tensor to tell of it
+    # A mechanism used by name has no tensor, so only this note tells of it.
+    if (adapters or description is not None) and hasattr(result, "_metadata"):
         noted = {
             **copy.deepcopy(description or {}),
-            "adapters": {n: c.to_dict() for n, c in adapters.items()},
+            "adapters": {name: config.to_dict() for name, config in adapters.items()},
         }
         result._metadata.setdefault(prefix[:-1], {})[NOTED] = noted
     return result
 
 
+# Missing upstream: a callback with the result of a load that is not strict, for all models.
 @wrap("load_state_dict", PeftModel)
 @wrap("load_state_dict")
 def _load_state_dict(original, self, state_dict, *args, **kwargs):
-    result, read = original(self, state_dict, *args, **kwargs), READ.get()
+    """Warn of added tensors that the load left out."""
+    result = original(self, state_dict, *args, **kwargs)
+    read = READ.get()
+    # One of several files: `checked_as_one` compares them together at the end.
     if read is not None:
         read.update(state_dict)
     elif not warn_of_state_dict(self, result.missing_keys, result.unexpected_keys):
@@ -75,9 +82,12 @@ def _load_state_dict(original, self, state_dict, *args, **kwargs):
     return result
 
 
+# Missing upstream in Accelerate: a report of the tensors that a load took from its files.
 @wrap("load_state_dict", accelerate.utils.modeling)
 def _read_file(original, checkpoint_file, *args, **kwargs):
-    tensors, read = original(checkpoint_file, *args, **kwargs), READ.get()
+    """Note the tensors of one file."""
+    tensors = original(checkpoint_file, *args, **kwargs)
+    read = READ.get()
     if read is not None:
         read.update(tensors)
     return tensors
@@ -93,18 +103,25 @@ def _load_shards(original, model, folder, *args, **kwargs):
         return original(model, folder, *args, **kwargs)
 
 
+# Missing upstream in Accelerate: callbacks before and after a load of several files.
+# Accelerate binds the function in each of these modules, and callers import it from any of them.
 for _module in (accelerate, accelerate.utils, accelerate.utils.modeling, accelerate.big_modeling):
     wrap("load_checkpoint_in_model", _module)(_load_files)
 
 
+# Missing upstream: a callback of the Trainer before it resumes. `on_train_begin` comes after it.
 class TrainerImport(MetaPathFinder):
-    """Wraps the Trainer's resuming when its module is imported, which takes a second and is therefore not done here."""
+    """Wrap the Trainer's functions for resuming when its module is imported.
+
+    Importing it takes a second, so this module does not do it.
+    """
 
     MODULE = "transformers.trainer"
 
     def find_spec(self, name, path=None, target=None):
         if name != self.MODULE:
             return None
+        # Before the search below, which would ask this finder again.
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
@@ -118,10 +135,10 @@ class TrainerImport(MetaPathFinder):
 
 
 def wrap_trainer(module: Any) -> None:
-    """Let what the Trainer resumes from, and its shards, be compared with the model as a whole."""
+    """Check a checkpoint that the Trainer resumes from, all files together."""
 
     @wrap("_load_from_checkpoint", module.Trainer)
-    def _resume(original, self, resume_from_checkpoint, model=None):
+    def _resume_training(original, self, resume_from_checkpoint, model=None):
         with checked_as_one(self.model if model is None else model, resume_from_checkpoint):
             return original(self, resume_from_checkpoint, model)
 
@@ -136,12 +153,15 @@ else:
 
 @contextmanager
 def checked_as_one(model: nn.Module, source: str | os.PathLike) -> Iterator[None]:
-    """While files of a checkpoint are loaded one by one into a model that is there already; one check at the end.
+    """Check a checkpoint once, after all its files were loaded into an existing model.
 
     Args:
-        source: the checkpoint's folder, or a file in it; the config.json there is compared with the model too.
+        model: The model.
+        source: The checkpoint's folder, or a file in it. Its config.json is compared with the model
+            too.
     """
-    if READ.get() is not None:  # inside another such load
+    # Inside another such load, which checks at its own end.
+    if READ.get() is not None:
         yield
         return
     read: set[str] = set()
@@ -161,18 +181,21 @@ def warn_of_state_dict(
     unexpected: Collection[str],
     what: str = "load_state_dict(strict=False): the state dict",
 ) -> bool:
-    """Warn where a load that is not strict passed over added tensors: torch tells only who reads its result.
-
-    A layer that lacks other tensors too is left alone: an adapter was loaded, or a part of a model.
+    """Warn if a load that was not strict left out added tensors.
 
     Args:
-        missing, unexpected: the result.
-        what: what was loaded, for the message.
+        model: The model that the tensors were loaded into.
+        missing: Names in the model that were not loaded.
+        unexpected: Loaded names that the model does not have.
+        what: Name of the load, for the message.
 
     Returns:
-        Whether there was something to warn of.
+        Whether there was a warning.
     """
-    added, name = set(added_tensors(model)), type(model).__name__
+    added = set(added_tensors(model))
+    name = type(model).__name__
+    # A layer that also lacks other tensors is no mistake: an adapter, or a part of a model, was
+    # loaded.
     hosts = [f"{host}." for host, _ in patched_hosts(model)]
     others = [key for key in set(missing) - added if key.startswith(tuple(hosts))]
     whole = tuple(host for host in hosts if not any(key.startswith(host) for key in others))
@@ -191,16 +214,18 @@ def warn_of_state_dict(
 
 
 def warn_of_config(model: nn.Module, source: str | os.PathLike, **hub) -> None:
-    """Warn where the config.json of a checkpoint says another attention of ours than the model that took its weights.
+    """Warn if the config.json of a checkpoint records another attention.
 
     Args:
-        source: folder, file in it, or Hub id.
-        hub: where on the Hub, as `PreTrainedConfig.get_config_dict` has it.
+        model: The model that took the weights.
+        source: Folder of the checkpoint, a file in it, or a Hub id.
+        hub: Further arguments of `PreTrainedConfig.get_config_dict`.
     """
     folder = os.path.dirname(source) or "." if os.path.isfile(source) else source
     try:
         config, _ = PreTrainedConfig.get_config_dict(folder, **hub)
-    except (OSError, ValueError):  # none there; or damaged, which is for those to say who load it
+    except (OSError, ValueError):
+        # There is none, or it is damaged. Whoever loads the config itself reports that.
         return
     name = json.dumps(config.get("attn_implementation"))
     if any(json.dumps(known) in name for known in OURS):
@@ -211,11 +236,15 @@ def warn_of_config(model: nn.Module, source: str | os.PathLike, **hub) -> None:
 
 
 def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
-    """Warn where a state dict's model ran another attention of ours than the model that took the tensors."""
+    """Warn if a state dict came from a model with another attention of ours.
+
+    Args:
+        model: The model that took the tensors.
+        state_dict: The state dict, with torch's metadata if that was kept. None if there is none.
+    """
     metadata = getattr(state_dict, "_metadata", {})
-    saved = next(
-        (facts[NOTED] for facts in metadata.values() if NOTED in facts), None
-    )  # the outermost model's
+    # The first note is the one of the outermost model.
+    saved = next((facts[NOTED] for facts in metadata.values() if NOTED in facts), None)
     if saved is None:
         return
     warn_of_saved(model, saved, "the model of this state dict", "patch it as that one was")
@@ -223,9 +252,10 @@ def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     there, prefix = saved.get("adapters", {}), getattr(base, "base_model_prefix", "")
     for name, config in describe_adapters(base).items():
-        if name in there and in_short(HyperAttnConfig.from_dict(there[name]), prefix) != in_short(
-            config, prefix
-        ):
+        if name not in there:
+            continue
+        other = HyperAttnConfig.from_dict(there[name])
+        if in_short(other, prefix) != in_short(config, prefix):
             logger.warning(
                 f"adapter {name!r} of {type(base).__name__} took the parameters of one with another patch: it computes "
                 "something else; make it with the HyperLoraConfig that the state dict's model has"
@@ -233,16 +263,19 @@ def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
 
 
 def warn_of_saved(model: nn.Module, saved: dict, what: str, remedy: str) -> None:
-    """Warn where a model took the weights of another one, of the same type, that ran another attention of ours.
+    """Warn if weights came from a model that ran another attention of ours.
 
     Args:
-        saved: what `describe_base` said of the other.
-        what, remedy: as `base_difference` has them.
+        model: The model that took the weights.
+        saved: The result of `describe_base` for the other model.
+        what: The other model, for the message.
+        remedy: Advice, for the message.
     """
     base: Any = model
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     if FRESH.get() or not isinstance(base, PreTrainedModel) or not saved.get("attn_implementation"):
         return
+    # Weights of another type (a part of a composite model) were taken on purpose.
     if saved.get("model_type") in (None, base.config.model_type):
         difference = base_difference(base, {**saved, "model_type": None}, what, remedy)
         if difference:
@@ -250,18 +283,24 @@ def warn_of_saved(model: nn.Module, saved: dict, what: str, remedy: str) -> None
 
 
 def check_saved_state_dict(model: PreTrainedModel, state_dict: dict | None) -> None:
-    """Check the tensors that a caller gives to `save_pretrained`; an empty dict means that no weights are written.
+    """Check the tensors that a caller passes to `save_pretrained`.
+
+    Args:
+        model: The model that is saved.
+        state_dict: The tensors. None for the model's own.
 
     Raises:
-        ValueError: no load would take the checkpoint, as added tensors are missing, or there are some without a record.
+        ValueError: Added tensors are missing, or have no record. No load would accept the
+            checkpoint.
     """
+    # An empty dict is a request to write no weights.
     if not state_dict:
         return
     names = {plain_name(name) for name in state_dict}
     added = {plain_name(name) for name in added_tensors(model)}
-    tied = {
-        plain_name(n): plain_name(s) for n, s in getattr(model, "all_tied_weights_keys", {}).items()
-    }
+    # Of two tied tensors, one is enough.
+    tied_names = getattr(model, "all_tied_weights_keys", {})
+    tied = {plain_name(name): plain_name(source) for name, source in tied_names.items()}
     missing = sorted(name for name in added - names if tied.get(name) not in names)
     strange = tensors_of_hosts(model, names - added)
     if missing or strange:
@@ -274,7 +313,7 @@ def check_saved_state_dict(model: PreTrainedModel, state_dict: dict | None) -> N
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor without the parts that wrappers put into it."""
+    """Return the name of a tensor without the parts that wrappers add to it."""
     return re.sub(
         r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|original_module)\.", "", name
     )

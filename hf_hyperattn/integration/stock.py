@@ -1,4 +1,8 @@
-"""What a patched model runs where nothing is changed: the implementation it had before it was patched."""
+"""The base implementation of a patched model: the one that it ran before it was patched.
+
+It runs in unpatched layers and while gates are 0. This module finds its function and checks that
+mechanisms can build on it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .hosts import interface_callers
 
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
-#: A cell of a closure whose variable has no value yet.
+#: An empty cell of a closure. Reading its contents would raise an error.
 EMPTY_CELL = CellType()
 
 #: The attention implementation of patched models, as config.json has it.
 PATCHED = "hf_hyperattn"
 
-#: The same as it is registered here. A copy of this module that came with an exported checkpoint has a name of its own:
-#: were it the same, other patched checkpoints would load without the package, and without what was added.
+#: The name that is registered for it here. A copy of this module in an exported checkpoint
+#: registers a name of its own. With the same name, other patched checkpoints would load without
+#: this package and without their added parameters.
 RUNNING = PATCHED
 if __name__.partition(".")[0] != PATCHED:
     RUNNING += "_" + hashlib.sha256(__name__.encode()).hexdigest()[:12]
@@ -29,25 +34,34 @@ if __name__.partition(".")[0] != PATCHED:
 #: All names of ours that are registered; filled by names.py.
 OURS: set[str] = {PATCHED, RUNNING}
 
-#: The plain dot product on our engine. For Transformers and for patches it is an implementation as others are: it can
-#: be asked for by name, and run beneath a mechanism.
+#: The plain dot product on our engine. It is an ordinary implementation: it can be requested by
+#: name, and mechanisms can build on it.
 HYPER_DOT = "hyper_dot"
 
-#: Key in the config of patched hosts: the name of the implementation from before.
+#: Key in the config of patched attention layers: the name of the base implementation.
 STOCK = "hyperattn_stock"
 
 
 #: The functions that are registered by names of ours; filled by names.py.
 FUNCTIONS: dict[str, Callable] = {}
-#: How far `find_own_function` looks into a function of others: wrappers of wrappers.
+#: Number of nested wrappers that `find_own_function` looks into.
 DEPTH = 4
 
 
 def find_own_function(function: Any, depth: int = DEPTH) -> Callable | None:
-    """Return the attention function of Transformers that a registered function is, or wraps; None if there is none.
+    """Return Transformers' attention function that a registered function wraps.
 
-    Libraries wrap the functions that are registered, with `functools.wraps`, in a closure, or as an object.
+    Without a wrapper, that is the registered function itself. Libraries wrap registered functions
+    with `functools.wraps`, in a closure, or as an object.
+
+    Args:
+        function: The registered function.
+        depth: Number of nested wrappers to look into.
+
+    Returns:
+        The function, or None if there is none inside.
     """
+    # Missing upstream: a way to ask whether a registered function computes softmax(q·k)·v.
     innermost = function.func if isinstance(function, partial) else function
     # `functools.wraps` copies the module's name, but not the globals.
     if isinstance(innermost, FunctionType) and innermost.__globals__["__name__"].startswith(
@@ -69,15 +83,16 @@ def find_own_function(function: Any, depth: int = DEPTH) -> Callable | None:
     ]
     if not isinstance(innermost, FunctionType | type):
         inside += getattr(innermost, "__dict__", {}).values()
+    # A function in its own closure (recursion) would be searched again at every depth.
     candidates = (part for part in inside if callable(part) and part is not function)
     return next(filter(None, (find_own_function(part, depth - 1) for part in candidates)), None)
 
 
 def check_beneath(name: str | None, who: str) -> None:
-    """Raise if a mechanism would run on top of an attention function that is not softmax(q·k)·v.
+    """Raise if a mechanism would build on a function that is not softmax(q·k)·v.
 
-    What a mechanism adds is added to these logits. With another function beneath, the model would be itself at closed
-    gates only, and it would learn from other gradients.
+    Mechanisms add to these logits. On top of another function, the model would be unchanged only
+    while all gates are closed, and it would learn from other gradients.
 
     Args:
         name: The attention implementation beneath.
@@ -91,7 +106,8 @@ def check_beneath(name: str | None, who: str) -> None:
         return
     function = ALL_ATTENTION_FUNCTIONS.get(plain)
     if function is None:
-        return  # Nothing runs by this name here: Transformers refuses it, or a load takes another one and warns.
+        # Not registered here: Transformers rejects the name, or a load falls back and warns.
+        return
     own = find_own_function(function)
     if own is None:
         raise ValueError(
@@ -102,26 +118,32 @@ def check_beneath(name: str | None, who: str) -> None:
     if own is not function and ALL_ATTENTION_FUNCTIONS.get(RUNNING) is FUNCTIONS.get(RUNNING):
         logger.warning_once(
             f"hf_hyperattn: the attention function {name!r} is wrapped by {getattr(function, '__module__', 'others')}, "
-            "and those of hf_hyperattn are not: where a mechanism acts, the wrapper does not; import hf_hyperattn "
-            "before the library that wraps attention functions"
+            "and the functions of hf_hyperattn are not: the wrapper has no effect while a mechanism is active; "
+            "import hf_hyperattn before the library that wraps attention functions"
         )
 
 
 def function_beneath(module: Any, name: str) -> Callable:
-    """Return the attention function of this name, without a wrapper that is around the running function already."""
+    """Return the attention function of a name, without a wrapper that runs already.
+
+    Args:
+        module: The attention layer that is running.
+        name: Its base implementation.
+    """
     function, running = ALL_ATTENTION_FUNCTIONS[name], module.config._attn_implementation
+    # If our own function is wrapped too, its wrapper surrounds this call. Do not wrap it twice.
     if ALL_ATTENTION_FUNCTIONS.get(running) is FUNCTIONS.get(running):
         return function
     return find_own_function(function) or function
 
 
 def marked(config) -> bool:
-    """Whether hosts that run on this config are patched."""
+    """Return whether attention layers that run on this config are patched."""
     return STOCK in config.__dict__
 
 
 def stock_name(config) -> str:
-    """The implementation from before, or "sdpa" where this machine does not have it."""
+    """Return the base implementation of a config, or "sdpa" if this machine lacks it."""
     name = getattr(config, STOCK, "sdpa")
     known = isinstance(name, str) and (
         name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys()
@@ -130,13 +152,14 @@ def stock_name(config) -> str:
 
 
 def run_beneath(config, running: str = RUNNING) -> None:
-    """Let the implementation that was asked for on a patched config be what runs beneath the mechanism.
+    """Make a name that was set on a patched config its base implementation.
 
     Args:
-        running: the name of ours that the config goes on to run.
+        config: A patched config.
+        running: The name of ours that the config runs afterwards.
 
     Raises:
-        ValueError: it is a mechanism's own name, or cannot run beneath one.
+        ValueError: The name is a mechanism's own, or no mechanism can build on it.
     """
     name = config._attn_implementation
     if name is not None and not name.startswith(PATCHED):
@@ -150,27 +173,35 @@ def run_beneath(config, running: str = RUNNING) -> None:
     config._attn_implementation_internal = running
 
 
-#: The families' own eager attention by class of host. Found when a model is patched: the compiler cannot look for it.
+#: The families' own eager attention, by class of attention layer. Filled when a model is patched,
+#: because torch's compiler cannot trace the search.
 EAGER: dict[type, Callable] = {}
 
 
 def find_eager(classes: Iterable[type]) -> None:
-    """Look for the eager attention of these classes, which their code hands to the attention interface as the default;
-    some have none.
+    """Find the eager attention of classes and store it in `EAGER`. Some have none.
+
+    Their code passes it to the attention interface as the default.
     """
+    # Missing upstream: the eager function is not registered under a name.
     for cls in set(classes) - EAGER.keys():
-        named = [
-            (f.__globals__, name) for f in interface_callers(cls) for name in f.__code__.co_names
-        ]
-        eager = [
-            known[name] for known, name in named if "eager" in name and callable(known.get(name))
-        ]
-        if eager:
-            EAGER[cls] = eager[0]
+        for method in interface_callers(cls):
+            for name in method.__code__.co_names:
+                function = method.__globals__.get(name)
+                # The first one: a subclass comes before its parents.
+                if cls not in EAGER and "eager" in name and callable(function):
+                    EAGER[cls] = function
 
 
 def eager_function(cls: type) -> Callable:
-    """The family's own eager attention."""
+    """Return the family's own eager attention.
+
+    Args:
+        cls: Class of the attention layer.
+
+    Raises:
+        ValueError: The family has none.
+    """
     if cls not in EAGER:
         find_eager([cls])
     if cls not in EAGER:

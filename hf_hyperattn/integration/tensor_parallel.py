@@ -1,9 +1,14 @@
-"""Mechanisms in models of which every rank has some of the heads (`tp_plan`); of the tokens is refused.
+"""Run mechanisms under tensor parallelism (`tp_plan`), in which each rank computes some heads.
 
-Added parameters are few: every rank keeps all of them, so that a checkpoint is the same under any number of ranks. A
-layer whose heads are computed one by one gets the rows of its rank's heads. For a layer that mixes heads, queries, keys
-and values of all ranks are gathered, every rank computes all heads of that host, and goes on with its own. Gradients
-are summed over the ranks on their way back.
+Added parameters are few. Every rank keeps all of them, so a checkpoint is the same for any number
+of ranks.
+
+- A mechanism that treats heads separately gets the rows of its rank's heads.
+- For a mechanism that mixes heads, queries, keys and values of all ranks are gathered. Every rank
+  computes all heads of that attention layer and continues with its own.
+- Gradients are summed over the ranks in the backward pass.
+
+Context parallelism, in which each rank has some tokens, raises an error.
 """
 
 from __future__ import annotations
@@ -20,35 +25,44 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.func import functional_call
 
 from ..mechanisms.base import HostCall, MechanismLayer, Plan, RankHeads
-from .hosts import module_dims, settings_of
+from .hosts import read_dims, read_settings
 
-#: Where torch keeps which functions it has replaced for context parallelism.
+#: Modules in which torch lists the functions that it replaced for context parallelism.
 CONTEXT_PARALLEL = (
     "torch.distributed.tensor.experimental._context_parallel._attention",
     "torch.distributed.tensor.experimental._attention",
 )
-#: What DeepSpeed's ZeRO-3 sets on modules whose parameters it takes apart.
+#: Attribute that DeepSpeed's ZeRO-3 sets on modules whose parameters it partitions.
 PARTITIONED = "ds_id"
-#: Where a host keeps the number of its heads on all ranks together.
+#: Attribute of an attention layer: the number of its heads on all ranks together.
 HEADS = "_hyperattn_heads"
 
 
 def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
-    """Which heads a call's `count` query heads are, told from a projection that is cut by rows; None where all are.
+    """Return the heads of an attention layer that a call computes, None for all.
+
+    A projection that is sharded by rows shows that ranks share the heads.
+
+    Args:
+        module: The attention layer.
+        count: Number of query heads in the call.
 
     Raises:
-        ValueError: they are neither all heads of the host nor its rank's share of them, or ranks share the tokens.
+        ValueError: The call has neither all heads nor the rank's share, or ranks share the tokens.
     """
+    # The check reads `sys.modules`, which torch's compiler cannot trace.
     if not torch.compiler.is_compiling():
         refuse_context_parallel(module)
     for weight in module.parameters():
         if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
             mesh: Any = weight.device_mesh
+            # Read once and kept: reading all settings in every call would take too long.
             if HEADS not in module.__dict__:
-                dims = module_dims("a host", module, settings_of(getattr(module, "config", None)))
+                dims = read_dims("a host", module, read_settings(getattr(module, "config", None)))
                 module.__dict__[HEADS] = dims["heads"]
             total: int = module.__dict__[HEADS]
-            if count == total:  # a plan that gathers what the projections give
+            # This plan gathers the output of the projections, so every rank has all heads.
+            if count == total:
                 return None
             if count * mesh.size() != total:
                 raise ValueError(
@@ -60,7 +74,14 @@ def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
 
 
 def refuse_context_parallel(module: nn.Module) -> None:
-    """Raise within torch's `context_parallel`, which gives every rank some tokens and serves SDPA alone."""
+    """Raise inside torch's `context_parallel`: each rank has some of the tokens.
+
+    It only supports SDPA, whose function it replaces.
+
+    Raises:
+        ValueError: Context parallelism is active.
+    """
+    # Missing upstream: a public function that tells whether `context_parallel` is active.
     for name in CONTEXT_PARALLEL:
         replaced = getattr(sys.modules.get(name), "_replaced_functions", {})
         if nn.functional.scaled_dot_product_attention in replaced:
@@ -72,7 +93,13 @@ def refuse_context_parallel(module: nn.Module) -> None:
 
 
 def refuse_partitioned(hyper: nn.Module) -> None:
-    """Raise under DeepSpeed's ZeRO-3, which empties parameters when their layer returns: plans read them later."""
+    """Raise under DeepSpeed's ZeRO-3.
+
+    It empties parameters when their layer returns, and plans read them after that.
+
+    Raises:
+        ValueError: Always.
+    """
     raise ValueError(
         f"attention patched with {' and '.join(hyper._modules)} was called under DeepSpeed ZeRO-3, which takes added "
         "parameters away while attention still reads them; allowed: zero_optimization.stage 1 or 2, or FSDP2"
@@ -82,19 +109,37 @@ def refuse_partitioned(hyper: nn.Module) -> None:
 def on_rank(
     layers: Sequence[MechanismLayer], call: HostCall, heads: RankHeads
 ) -> tuple[HostCall, list[Callable[[Plan], Plan]], bool]:
-    """What a rank computes of a call: the call, its layers, and whether these are of all heads of the host."""
+    """Return the part of a call that a rank computes.
+
+    Args:
+        layers: The layers of the mechanisms.
+        call: The call, with this rank's heads.
+        heads: Which heads these are.
+
+    Returns:
+        The call, its layers as functions of a plan, and whether they compute all heads.
+    """
+    # Every rank has the whole hidden states, but derives gradients from its own heads only.
     if call.hidden is not None:
         call = replace(call, hidden=with_summed_gradient(call.hidden, heads))
     everything = any(layer.mixes_heads for layer in layers)
+    # Nothing to compute: skip the communication between ranks.
     if everything and all(layer.idle() for layer in layers):
         return call, list(layers), False
     if everything:
-        call = of_all_heads(call, heads)
+        call = gather_call(call, heads)
     return call, [partial(run_layer, layer, heads, everything) for layer in layers], everything
 
 
 def run_layer(layer: MechanismLayer, heads: RankHeads, everything: bool, plan: Plan) -> Plan:
-    """A layer with the parameters of its rank's heads, or with all where it computes all heads."""
+    """Run a layer with the parameters of its rank's heads, or of all heads.
+
+    Args:
+        layer: The layer of a mechanism.
+        heads: The heads of this rank.
+        everything: Whether the plan contains all heads of the attention layer.
+        plan: The plan that the layer changes.
+    """
     parameters = {}
     for name, parameter in layer.named_parameters():
         tensor = with_summed_gradient(parameter, heads)
@@ -105,42 +150,58 @@ def run_layer(layer: MechanismLayer, heads: RankHeads, everything: bool, plan: P
 
 
 def with_summed_gradient(tensor: Tensor, heads: RankHeads) -> Tensor:
-    """A tensor that every rank has whole, and reads for its own heads: its gradient is the sum over the ranks."""
+    """Return a tensor whose gradient is the sum over the ranks.
+
+    Args:
+        tensor: A tensor that every rank has whole and reads for its own heads.
+        heads: The heads of this rank.
+    """
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
+    # `Partial` declares the local gradients as summands, so that torch adds them up.
     everywhere = DTensor.from_local(tensor, heads.mesh, [Replicate()], run_check=False)
     return everywhere.to_local(grad_placements=[Partial()])
 
 
-def of_all_heads(call: HostCall, heads: RankHeads) -> HostCall:
-    """The call with what every rank has of it put together."""
+def gather_call(call: HostCall, heads: RankHeads) -> HostCall:
+    """Return the call with the heads of all ranks.
+
+    Args:
+        call: The call with this rank's heads.
+        heads: Which heads these are.
+    """
     count = call.query.shape[1]
 
-    def whole(tensor: Tensor | None, axis: int) -> Tensor | None:
+    def gather_if_by_head(tensor: Tensor | None, axis: int) -> Tensor | None:
+        # A tensor without this axis, or of size 1 there, is the same for all heads.
         if tensor is None or tensor.dim() < -axis or tensor.shape[axis] != count:
-            return tensor  # the same for all heads
-        return gathered(tensor, axis, heads)
+            return tensor
+        return gather_parts(tensor, axis, heads)
 
     options = call.options
     return replace(
         call,
-        query=gathered(call.query, 1, heads),
-        key=gathered(call.key, 1, heads),
-        value=gathered(call.value, 1, heads),
+        query=gather_parts(call.query, 1, heads),
+        key=gather_parts(call.key, 1, heads),
+        value=gather_parts(call.value, 1, heads),
         options=replace(
             options,
-            mask=whole(options.mask, -3),
-            bias=whole(options.bias, -3),
-            sinks=whole(options.sinks, -1),
+            mask=gather_if_by_head(options.mask, -3),
+            bias=gather_if_by_head(options.bias, -3),
+            sinks=gather_if_by_head(options.sinks, -1),
         ),
         heads=None,
     )
 
 
-def gathered(tensor: Tensor, axis: int, heads: RankHeads) -> Tensor:
-    """The parts of all ranks beside each other; each rank's gradient for every part is summed where the part is."""
+def gather_parts(tensor: Tensor, axis: int, heads: RankHeads) -> Tensor:
+    """Concatenate the parts of all ranks along an axis.
+
+    In the backward pass each part gets the sum of all ranks' gradients for it.
+    """
+    # Collective operations of some backends do not support booleans.
     if tensor.dtype == torch.bool:
-        return gathered(tensor.byte(), axis, heads).bool()
+        return gather_parts(tensor.byte(), axis, heads).bool()
     parts = DTensor.from_local(
         tensor.contiguous(), heads.mesh, [Shard(axis % tensor.dim())], run_check=False
     )

@@ -1,4 +1,7 @@
-"""Training patched models: a PEFT config, optimizer groups, no decay of what was added, a freeze of all else."""
+"""Train patched models: a PEFT config, parameter groups for optimizers, freezing, and logs of gates.
+
+Added parameters are never decayed, neither by these groups nor by the Trainer.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from ..readable import can_read
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, active_hyper
-from .hyper_lora import HyperLoraConfig, projections
+from .hyper_lora import HyperLoraConfig, find_linear_targets
 from .patching import base_model
 from .wrapping import wrap
 
-#: What the Trainer, too, keeps weight decay from: parameters with one of these (regular expressions) in their names.
+#: Parameters without weight decay: regular expressions for their names, the same as the Trainer's.
 UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
-#: PEFT's task types, by the mapping that lists the model classes of the task.
+#: PEFT's task types, each with Transformers' mapping of the model classes for that task.
 TASKS = {
     "CAUSAL_LM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -40,31 +43,41 @@ def lora_config(
     task_type: str | None = None,
     **options,
 ) -> HyperLoraConfig:
-    """A PEFT config that trains LoRA matrices, and beside them all that a patch added, whole.
+    """Return a PEFT config that trains LoRA matrices and all added parameters.
 
-    Use it with `peft.get_peft_model(model, config)` or `model.add_adapter(config)`. The adapter that is saved then
-    holds both, and patches a stock base as this model is patched, by whichever loader.
+    Use it with `peft.get_peft_model(model, config)` or `model.add_adapter(config)`. The saved
+    adapter contains both. Any loader can put it on an unpatched base model, which it then patches
+    like this model.
 
     Args:
-        model: a patched model.
-        r: rank of the LoRA matrices; 0 for none.
-        target_modules: where they go, as PEFT has it; None: the linear layers inside the patched attention layers.
-        modules_to_save: further modules that are trained and saved whole, such as a new head.
-        task_type: as PEFT has it; None: told from the model's class, where it is one of PEFT's tasks.
-        options: all else that `peft.LoraConfig` takes: `lora_alpha`, `lora_dropout`, `bias`, `use_dora`, ...
+        model: A patched model.
+        r: Rank of the LoRA matrices. 0 for none.
+        target_modules: Where they go, as in PEFT. Default: the linear layers inside the patched
+            attention layers.
+        modules_to_save: Further modules that are trained and saved whole, such as a new head.
+        task_type: As in PEFT. Default: derived from the model's class, if PEFT knows its task.
+        options: Further arguments of `peft.LoraConfig`: `lora_alpha`, `lora_dropout`, `bias`,
+            `use_dora`, ...
 
     Raises:
-        ValueError: the model is not patched, or its attention holds no linear layers and `target_modules` is not given.
+        ValueError: The model is not patched, or its attention has no linear layers and
+            `target_modules` is None.
+
+    Example:
+        model = peft.get_peft_model(model, ha.lora_config(model, r=16))
     """
     base = base_model(model)
     hosts = hosts_of_patched(base)
-    write_records(base)  # a part of it may have been patched by itself
+    # Written again, because a part of the model may have been patched by itself.
+    write_records(base)
+    if target_modules is None and r:
+        target_modules = find_linear_targets(base, hosts)
     return HyperLoraConfig(
         r=r,
         hyperattn=getattr(base.config, RECORD),
-        target_modules=projections(base, hosts) if target_modules is None and r else target_modules,
+        target_modules=target_modules,
         modules_to_save=modules_to_save,
-        task_type=task_of(base) if task_type is None else task_type,
+        task_type=find_task(base) if task_type is None else task_type,
         **options,
     )
 
@@ -72,30 +85,34 @@ def lora_config(
 def parameter_groups(
     model: nn.Module, lr: float, hyper_lr: float, weight_decay: float = 0.0
 ) -> list[dict]:
-    """Groups of the trainable parameters for a torch optimizer; what a patch added has a group of its own.
+    """Return parameter groups for an optimizer, with a group for added parameters.
 
-    Zero is where added parameters change nothing, so they are not decayed; and they are few and start at zero, so they
-    want a larger learning rate than the weights: 1e-2 is a good first one for gates.
+    Added parameters are not decayed: at zero they change nothing, so decay would undo the patch.
+    They are few and start at zero, so they need a larger learning rate than the weights. For gates,
+    start with 1e-2.
 
     Args:
-        model: a patched model, or any module that holds one: a wrapper of PEFT, DDP or FSDP, or of your own.
-        lr: learning rate of all that is not ours.
-        hyper_lr: learning rate of the added parameters.
-        weight_decay: for weights; biases, norms and added parameters have none.
+        model: A patched model, or a module that contains one: a wrapper of PEFT, DDP or FSDP, or
+            your own.
+        lr: Learning rate of the model's own parameters.
+        hyper_lr: Learning rate of the added parameters.
+        weight_decay: Weight decay of weights. Biases, norms and added parameters have none.
 
     Returns:
-        At most three dicts, each with params, lr, weight_decay and name ("weights", "undecayed", "hyper"). A group
-        without a trainable parameter is left out.
+        At most three dicts, each with params, lr, weight_decay and name ("weights", "undecayed",
+        "hyper"). A group without trainable parameters is left out.
 
     Raises:
-        ValueError: the model is not patched, nothing in it is trainable, or a rate is not a number from 0.
+        ValueError: The model is not patched, nothing in it is trainable, or a rate is negative or
+            not a finite number.
+
+    Example:
+        optimizer = torch.optim.AdamW(ha.parameter_groups(model, lr=1e-4, hyper_lr=1e-2))
     """
     for name, value in (("lr", lr), ("hyper_lr", hyper_lr), ("weight_decay", weight_decay)):
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 <= value < float("inf")
-        ):
+        # A bool is an int in Python.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < float("inf"):
             raise ValueError(f"{name}={value!r} is not allowed; allowed: finite numbers from 0")
     added = hyper_parameters(model)
     decayed = set(trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], UNDECAYED))
@@ -105,7 +122,10 @@ def parameter_groups(
         "hyper": dict(params=[], lr=hyper_lr, weight_decay=0.0),
     }
     for name, parameter in model.named_parameters():
-        kind = "hyper" if id(parameter) in added else "weights" if name in decayed else "undecayed"
+        if id(parameter) in added:
+            kind = "hyper"
+        else:
+            kind = "weights" if name in decayed else "undecayed"
         if parameter.requires_grad:
             groups[kind]["params"].append(parameter)
     trainable = [{**group, "name": name} for name, group in groups.items() if group["params"]]
@@ -116,25 +136,37 @@ def parameter_groups(
     return trainable
 
 
-def without_hyper(original, model, *args, **kwargs):
-    """Keep the Trainer's weight decay, and that of trainers made from it, off added parameters.
+# Missing upstream: a way for a module to say that its parameters are not decayed.
+def skip_hyper(original, model, *args, **kwargs):
+    """Keep the Trainer's weight decay off added parameters.
 
-    All of them choose what to decay by `get_parameter_names`, which goes through a model from child to child. The
-    Trainer takes it from its module when it is imported, which takes a second and is therefore not done here.
+    The Trainer, and trainers derived from it, select decayed parameters with
+    `get_parameter_names`, which recurses into children.
     """
     return [] if isinstance(model, Hyper) else original(model, *args, **kwargs)
 
 
-wrap("get_parameter_names", trainer_pt_utils)(without_hyper)
+wrap("get_parameter_names", trainer_pt_utils)(skip_hyper)
+# The Trainer's module binds the function when it is imported. That takes a second, so it is wrapped
+# there only if something else has imported it already.
 if "transformers.trainer" in sys.modules:
-    wrap("get_parameter_names", sys.modules["transformers.trainer"])(without_hyper)
+    wrap("get_parameter_names", sys.modules["transformers.trainer"])(skip_hyper)
 
 
 def freeze_base(model: nn.Module) -> nn.Module:
-    """Freeze all that was in a model before it was patched, so that only what was added is trained.
+    """Freeze all parameters of a model except the added ones.
+
+    Args:
+        model: A patched model.
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: the model is not patched.
+        ValueError: The model is not patched.
+
+    Example:
+        ha.freeze_base(model)  # the optimizer then trains the added parameters only
     """
     added = hyper_parameters(model)
     for parameter in model.parameters():
@@ -143,17 +175,25 @@ def freeze_base(model: nn.Module) -> nn.Module:
 
 
 def hyper_parameters(model: nn.Module) -> set[int]:
-    """The ids of all parameters that a patch added, in every adapter's copy of them; ValueError where none did.
+    """Return the ids of all added parameters, also of every adapter's copies.
 
-    Of adapters that each bring their own patch, those of the active one.
+    If adapters each bring their own patch, only the active adapter's parameters count.
+
+    Raises:
+        ValueError: The model is not patched.
     """
+    # By id: tensors compare element by element, so they cannot be looked up in a set.
     modules = [host.hyper for _, host in hosts_of_patched(model)]
     modules = [inner(module) if isinstance(module, HyperAdapter) else module for module in modules]
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def hosts_of_patched(base: nn.Module) -> list[tuple[str, Any]]:
-    """`patched_hosts`; ValueError where there is none."""
+    """Return name and module of every patched attention layer.
+
+    Raises:
+        ValueError: There is none.
+    """
     hosts = list(patched_hosts(base))
     if not hosts:
         raise ValueError(
@@ -162,24 +202,25 @@ def hosts_of_patched(base: nn.Module) -> list[tuple[str, Any]]:
     return hosts
 
 
-def task_of(base: nn.Module) -> str | None:
-    """PEFT's task type for a model class, None where it has none."""
+def find_task(base: nn.Module) -> str | None:
+    """Return PEFT's task type for a model class, or None if there is none."""
     name = type(base).__name__
     for task, mapping in TASKS.items():
-        if any(
-            name in ((known,) if isinstance(known, str) else known) for known in mapping.values()
-        ):
-            return task
+        for known in mapping.values():
+            # Some model types have several classes for a task.
+            if name in ((known,) if isinstance(known, str) else known):
+                return task
     return None
 
 
 class LogGates(TrainerCallback):
-    """Logs where every gate stands whenever the Trainer logs its loss, to the history and all trackers.
+    """Log the value of every gate whenever the Trainer logs its loss.
 
-    Names are "gates/model.layers.20.self_attn/cone/head_3". Under an adapter they are those of the adapter.
+    The values go to the log history and to all trackers, under names like
+    "gates/model.layers.20.self_attn/cone/head_3". With an adapter they are the adapter's gates.
 
     Args:
-        trainer: whose log they join, a Trainer or one made from it.
+        trainer: The Trainer, or a trainer derived from it.
 
     Example:
         trainer.add_callback(ha.LogGates(trainer))
@@ -189,19 +230,27 @@ class LogGates(TrainerCallback):
         self.trainer = trainer
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
+        # `trainer.log` calls this method again, then without a loss.
         if logs and "loss" in logs and model is not None:
-            gates = gates_of(model)
+            gates = read_gates(model)
             if gates:
                 self.trainer.log(gates)
 
 
-def gates_of(model: nn.Module) -> dict[str, float]:
-    """Every gate of a patched model as it stands; without those that cannot be read (offloaded)."""
+def read_gates(model: nn.Module) -> dict[str, float]:
+    """Return the value of every gate of a patched model, except offloaded ones.
+
+    Returns:
+        One entry per head, by the names that `LogGates` logs.
+    """
     gates: dict[str, float] = {}
     for host, module in patched_hosts(base_model(model)):
         hyper = active_hyper(module.hyper)
-        for name, parameter in hyper.named_parameters() if hyper is not None else ():
+        if hyper is None:
+            continue
+        for name, parameter in hyper.named_parameters():
             if name.endswith("gate") and can_read(parameter):
+                # FSDP shards parameters over the processes, and all processes run this together.
                 whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 label = name.removesuffix(".gate")
                 values = whole.detach().flatten().tolist()

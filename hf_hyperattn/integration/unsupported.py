@@ -1,4 +1,7 @@
-"""Which models cannot be served, and the one error for them."""
+"""Models whose attention is out of reach, and the one error for them.
+
+A model is unsupported if its attention never calls Transformers' attention interface.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,18 @@ import model_patches
 
 from .hosts import has_hosts
 
-#: Families that call the interface with something that no engine honours.
+#: Families that call the interface with arguments that no engine supports, with the reason.
 PER_TOKEN_SINKS = "its attention sinks differ from token to token, and engines take one per head"
 UNHONOURED = {"inkling2": PER_TOKEN_SINKS, "inkling2_text": PER_TOKEN_SINKS}
 
 
 def unsupported(model_type: str, name: str | None) -> ValueError:
-    """The error for a family out of reach."""
+    """Return the error for an unsupported family.
+
+    Args:
+        model_type: The model type in its config.
+        name: The name that was requested for it.
+    """
     known = UNHONOURED | model_patches.REFUSED
     reason = known.get(model_type, "its attention never calls Transformers' attention interface")
     return ValueError(
@@ -28,44 +36,69 @@ def unsupported(model_type: str, name: str | None) -> ValueError:
 
 
 def refuse_unrouted(config: Any) -> None:
-    """Raise if the mask of a family that is out of reach is asked for under one of our names."""
+    """Raise if a mask is requested for an unsupported family under our names.
+
+    Raises:
+        ValueError: The family is unsupported.
+    """
     model_type = getattr(config, "model_type", "")
     if model_type in model_patches.REFUSED:
         raise unsupported(model_type, config._attn_implementation)
 
 
 def check_routed(model: PreTrainedModel, name: str, inside_another: bool = False) -> None:
-    """Route served families inside `model`; raise if nothing in it would call a function of ours.
+    """Route supported families in a model; raise if nothing would call our function.
 
     Args:
-        inside_another: whether it is built as a part of a larger model, such as a backbone, which is checked itself.
+        model: The model.
+        name: The name of ours that was requested.
+        inside_another: Whether it is built as a part of a larger model, such as a backbone. The
+            larger model is checked as a whole.
+
+    Raises:
+        ValueError: No attention layer in the model would call a function of ours.
     """
     if model.config.model_type in UNHONOURED:
         raise unsupported(model.config.model_type, name)
     model_patches.serve(model)
+    # A part without any attention (a convolutional backbone) is no mistake.
     if not has_hosts(model) and (has_attention(model) or not inside_another):
         raise unsupported(model.config.model_type, name)
 
 
 def check_parts(model: PreTrainedModel, name: str, configs: Sequence | None = None) -> None:
-    """Raise for a part of `model` whose attention never calls the interface, though `name` would be set for it.
+    """Raise for a part of a model whose attention never calls the interface.
 
     Args:
-        configs: look only at parts that run on one of these; None for all.
+        model: The model.
+        name: The name of ours that would be set for the part.
+        configs: Check only parts that run on one of these configs. Default: all parts.
+
+    Raises:
+        ValueError: There is such a part.
     """
-    looked_at = None if configs is None else set(map(id, configs))
+    checked = None if configs is None else set(map(id, configs))
     for part in model.modules():
-        if isinstance(part, PreTrainedModel) and (
-            looked_at is None or id(part.config) in looked_at
-        ):
-            if part.config.model_type in UNHONOURED or (
-                not has_hosts(part) and has_attention(part)
-            ):
-                raise unsupported(part.config.model_type, name)
+        if not isinstance(part, PreTrainedModel):
+            continue
+        if checked is not None and id(part.config) not in checked:
+            continue
+        never_calls = not has_hosts(part) and has_attention(part)
+        if never_calls or part.config.model_type in UNHONOURED:
+            raise unsupported(part.config.model_type, name)
 
 
 def check_config(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Raise if the parts of `model` that run on a sub-config have no host, though `name` is set for just them."""
+    """Raise if no part on a sub-config has attention layers that could run a name.
+
+    Args:
+        model: The model.
+        config: The sub-config that the name was requested for.
+        name: The name of ours.
+
+    Raises:
+        ValueError: There are parts on this config, and none has such a layer.
+    """
     parts = [
         part
         for part in model.modules()
@@ -76,5 +109,6 @@ def check_config(model: PreTrainedModel, config: Any, name: str) -> None:
 
 
 def has_attention(model: nn.Module) -> bool:
-    """Whether the model owns modules that call themselves attention."""
+    """Return whether a model contains modules that are named attention."""
+    # By name: an unsupported family has no other sign of its attention.
     return any("Attention" in type(module).__name__ for module in model.modules())

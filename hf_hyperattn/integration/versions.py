@@ -1,6 +1,7 @@
-"""Which versions of torch, Transformers and PEFT were tested. This file is the one place that states them.
+"""The tested versions of torch, Transformers and PEFT. Only this file states them.
 
-`constraints-lowest.txt` pins the oldest ones, `constraints.txt` the newest ones that CI runs. A test compares them.
+`constraints-lowest.txt` pins the oldest ones, `constraints.txt` the newest ones that CI runs. A
+test compares them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from packaging.version import Version
 
 logger = logging.getLogger("hf_hyperattn")
 
-#: The oldest and the newest version that the tests ran with. Raise the newest once `make test-newest` passes with it.
+#: The oldest and the newest version that the tests ran with. Raise the newest once `make
+#: test-newest` passes with it.
 TESTED = {
     "torch": ("2.11.0", "2.14.1"),
     "transformers": ("5.17.0", "5.24.0"),

@@ -77,7 +77,7 @@ def convert(settings: dict, rank: int, examples: list[dict] | None) -> list[dict
     model = encoder()[1]
     config = ha.CollaborativeConfig(rank=rank, steps=settings["steps"], seed=settings["seed"])
     parts: list = []
-    solve = conversion.solve
+    solve = conversion.solve_parts
 
     def noted(*args):
         parts.extend(solve(*args))
@@ -85,11 +85,11 @@ def convert(settings: dict, rank: int, examples: list[dict] | None) -> list[dict
 
     level = hf_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)
-    conversion.solve = noted
+    conversion.solve_parts = noted
     try:
         ha.convert(model, HyperAttnConfig((config,), mode="replace"), True, examples=examples)
     finally:
-        conversion.solve = solve
+        conversion.solve_parts = solve
         hf_logging.set_verbosity(level)
     return [
         {

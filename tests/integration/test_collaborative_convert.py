@@ -24,9 +24,9 @@ FULL = ha.CollaborativeConfig(rank=WIDTH)
 def without_dimensions(model):
     """The model with one dimension less in every head's query weights: rank H(d-1), with all biases as they were."""
     for _, host in [
-        (n, m) for n, m in model.named_modules() if conversion.projections(m) is not None
+        (n, m) for n, m in model.named_modules() if conversion.find_projections(m) is not None
     ]:
-        found = conversion.projections(host)
+        found = conversion.find_projections(host)
         with torch.no_grad():
             found.query.view(4, 8, -1)[:, -1] = 0
     return model
@@ -144,7 +144,7 @@ def test_parameters_are_really_gone():
     model, _ = make("bert")
     before = sum(p.numel() for p in model.parameters())
     with quiet():
-        parts = conversion.plan(
+        parts = conversion.select_parts(
             model, HyperAttnConfig((ha.CollaborativeConfig(rank=12),), mode="replace")
         )[1]
         convert(model, ha.CollaborativeConfig(rank=12, steps=2))
@@ -195,8 +195,8 @@ def test_a_conversion_that_ends_early_leaves_the_model_as_it_was(monkeypatch, mo
     elif moment == "attach":
         monkeypatch.setattr(conversion, "attach", attached_and_out)
     else:
-        filled = conversion.filled
-        monkeypatch.setattr(conversion, "filled", lambda *args: Breaks(filled(*args)))
+        filled = conversion.build_filled
+        monkeypatch.setattr(conversion, "build_filled", lambda *args: Breaks(filled(*args)))
     with quiet(), pytest.raises(error):
         convert(model, ha.CollaborativeConfig(rank=12, steps=3), keep_original=True)
     assert not state.differences(State(model)) and difference(before, run(model, inputs)) == 0.0

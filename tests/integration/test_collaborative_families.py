@@ -14,8 +14,8 @@ from hf_hyperattn.integration import convert
 from hf_hyperattn.integration.attach import all_hosts
 from hf_hyperattn.integration.checkpoint_config import patched_hosts
 from hf_hyperattn.integration.collaborative.conversion import SHAREABLE
-from hf_hyperattn.integration.collaborative.projections import projections
-from hf_hyperattn.integration.patching import route
+from hf_hyperattn.integration.collaborative.projections import find_projections
+from hf_hyperattn.integration.patching import route_families
 from tests.integration.collaborative import quiet
 from tests.zoo.compare import gap, run
 from tests.zoo.tiny import tiny
@@ -33,7 +33,7 @@ def narrowed(model, model_type: str) -> dict[str, tuple]:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         for _, module, host in all_hosts(model):
             if module.config.model_type == model_type:
-                found = projections(module)
+                found = find_projections(module)
                 found.query.view(host.heads, host.head_dim, -1)[:, -1] = 0
                 rank = host.heads * (host.head_dim - 1)
                 own[host.name] = (ha.CollaborativeConfig(rank=rank),)
@@ -44,7 +44,7 @@ def narrowed(model, model_type: str) -> dict[str, tuple]:
 @pytest.mark.parametrize("model_type", sorted(SHAREABLE))
 def test_queries_and_keys_are_used_as_they_come(model_type):
     made, _ = tiny("base", INSIDE.get(model_type, model_type))
-    route(made.model)
+    route_families(made.model)
     own = narrowed(made.model, model_type)
     before = run(made.model, made.inputs)
     config = HyperAttnConfig(

@@ -14,7 +14,7 @@ BOTH = (HSA, ha.HeadFusionConfig())
 
 #: What patching calls: where, its name, and which call of it fails.
 STEPS = [
-    (patching, "route", 1),
+    (patching, "route_families", 1),
     (patching, "select_hosts", 1),
     (patching, "check_parts", 1),
     (patching, "resolve_overrides", 1),
@@ -101,7 +101,7 @@ def test_parts_that_one_config_cannot_describe_are_refused_late():
     assert state.differences(State(model)) == []
 
 
-@pytest.mark.parametrize("name", ["filled", "attach", "keep"])
+@pytest.mark.parametrize("name", ["build_filled", "attach", "keep"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_conversion_that_fails(name, late, monkeypatch):
     model, inputs = make("bert")

@@ -1,3 +1,6 @@
-"""Collaborative heads at a lower rank: a conversion of the projections of queries and keys."""
+"""Collaborative heads of a lower rank: a conversion that replaces query and key projections.
+
+Importing this package registers the conversion with `hf_hyperattn.convert`.
+"""
 
 from . import conversion  # noqa: F401  registers it

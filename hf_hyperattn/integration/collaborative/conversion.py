@@ -1,8 +1,8 @@
-"""Compressed collaborative heads: the projections of queries and keys replaced by shared ones, in place.
+"""Convert a model to collaborative heads of a lower rank: replace query and key projections in place.
 
-All layers are decomposed, and their errors reported, before anything is replaced. Where examples are given, logits on
-them are kept, by second moments of what projections read there. For keys those of differences from a sequence's mean:
-what all keys of a row share, softmax does not see. Padded tokens do not count where the call says which they are.
+All layers are decomposed, and their errors reported, before any projection is replaced. Without
+examples the decomposition approximates the weights. With examples it approximates the logits on
+them, by the second moments of what the projections read.
 """
 
 from __future__ import annotations
@@ -28,18 +28,33 @@ from ..call import note_all
 from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
 from ..offloaded import drop_weights, in_memory, is_offloaded, offload_like, without_weights
-from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
+from ..patching import (
+    check_own_attention,
+    rollback_on_error,
+    route_families,
+    select_hosts,
+    take_off,
+)
 from ..stock import PATCHED
 from ..unsupported import check_parts
-from .projections import FUSED, Projections, SharedShape, is_shared, projections, shared_modules
+from .projections import (
+    FUSED,
+    Projections,
+    SharedShape,
+    build_shared,
+    find_projections,
+    is_shared,
+)
 
 logger = logging.get_logger(__name__)
 
+#: Second moments of what queries and keys are projected from, [D, D] and [D', D'].
 Moments = tuple[Tensor, Tensor]
 
 
-#: Model types whose hosts' queries and keys are the outputs of their projections, reshaped into heads and nothing else:
-#: no rotation, no norm, no second use. `tests/integration/test_collaborative_families.py` holds each of them to that.
+#: Model types whose queries and keys are the outputs of their projections, only reshaped into
+#: heads: no rotation, no norm, no second use. For each of them,
+#: `tests/integration/test_collaborative_families.py` checks this.
 SHAREABLE = frozenset(
     """
     albert bart beit bert bert-generation biogpt blenderbot blenderbot-small blip_text_model camembert
@@ -54,41 +69,50 @@ SHAREABLE = frozenset(
 
 @dataclass(frozen=True)
 class SharedHost:
-    """One host, its projections, and the shared ones that take their place."""
+    """One attention layer that is converted.
+
+    Args:
+        host: Its facts.
+        module: The module.
+        projections: Its own projections.
+        shape: Sizes of the shared projections that replace them.
+        config: The mechanism's config for this layer.
+        result: The `Decomposition`. None until it is solved.
+        modules: The new modules, by the names of those they replace. None until it is solved.
+    """
 
     host: Host
     module: Any
     projections: Projections
     shape: SharedShape
     config: CollaborativeConfig
-    result: Any = None  # a `Decomposition`, once it is solved
-    modules: Any = None  # what takes the projections' place, by name, once it is solved
+    result: Any = None
+    modules: Any = None
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Parameters of the two projections before and after, mixing and content bias included."""
+        """Parameters of the projections before and after, with mixing and content bias."""
         old, shape = self.projections, self.shape
         tensors = (old.query, old.key, old.query_bias, old.key_bias)
         before = sum(t.numel() for t in tensors if t is not None)
         inputs = old.query.shape[1] + old.key.shape[1]
         content = shape.heads * old.key.shape[1] if shape.content else 0
+        # R rows of both projections, R mixing weights per head, and R biases.
         return before, shape.rank * (inputs + shape.heads + shape.bias) + content
 
 
-def share(
+def run_conversion(
     model: PreTrainedModel,
     config: MechanismConfig | HyperAttnConfig,
     keep_original: bool,
     examples: Iterable[Mapping] | None = None,
 ) -> PreTrainedModel:
-    """Run the conversion, see `hf_hyperattn.convert`."""
-    share_heads(
-        model,
-        config,
-        keep_original,
-        examples,
-        lambda parts: logger.warning(report(model, parts, model.dtype)),
-    )
+    """Convert a model and log the report; see `hf_hyperattn.convert`."""
+
+    def log_report(parts: list[SharedHost]) -> None:
+        logger.warning(format_report(model, parts, model.dtype))
+
+    share_heads(model, config, keep_original, examples, log_report)
     return model
 
 
@@ -99,45 +123,66 @@ def share_heads(
     examples: Iterable[Mapping] | None,
     before_it: Callable[[list[SharedHost]], None],
 ) -> list[SharedHost]:
-    """Convert a model, and return what was replaced; `before_it` is called with that before anything is."""
-    if not isinstance(
-        config, HyperAttnConfig
-    ):  # without others beside it there is nothing to blend
+    """Convert a model in place.
+
+    Args:
+        model: An unpatched model.
+        config: The mechanism's config, or a config that selects layers and further mechanisms.
+        keep_original: Whether to keep the old projections for `unpatch_model`.
+        examples: Calls of the model whose logits are approximated, or None.
+        before_it: Called with the solved layers before any projection is replaced.
+
+    Returns:
+        The converted attention layers.
+    """
+    # With no other mechanism there is nothing to blend: the old projections are gone.
+    if not isinstance(config, HyperAttnConfig):
         config = HyperAttnConfig((config,), mode="replace")
     note_all(model)
     with rollback_on_error(model):
-        newly_routed = route(model)
-        chosen, parts = plan(model, config)
-        parts = solve(parts, None if examples is None else moments_of(model, parts, examples))
+        newly_routed = route_families(model)
+        selected, parts = select_parts(model, config)
+        moments = None if examples is None else measure_moments(model, parts, examples)
+        parts = solve_parts(parts, moments)
         before_it(parts)
-        install(model, config, chosen, parts, keep_original, newly_routed)
+        install_parts(model, config, selected, parts, keep_original, newly_routed)
     return parts
 
 
-def plan(
+def select_parts(
     model: PreTrainedModel, config: HyperAttnConfig
 ) -> tuple[list[Selected], list[SharedHost]]:
-    """The hosts that the config means, and those of them whose projections are to be shared, all checked."""
-    chosen = select_hosts(model, config)
-    check_own_attention(chosen)
-    check_parts(model, PATCHED, [module.config for module, _ in chosen])
-    config = resolve_overrides(config, chosen, model)
+    """Return the attention layers that a config selects, and the converted ones.
+
+    Layers with other mechanisms, or without a rank, are patched and keep their projections.
+    """
+    selected = select_hosts(model, config)
+    check_own_attention(selected)
+    check_parts(model, PATCHED, [module.config for module, _ in selected])
+    config = resolve_overrides(config, selected, model)
     parts = []
-    for module, host in chosen:
+    for module, host in selected:
         mechanism = next(
             m for m in config.mechanisms_at(host.name) if isinstance(m, CollaborativeConfig)
         )
         if mechanism.rank is not None:
             parts.append(check_part(module, host, mechanism, config.heads))
-    return chosen, parts
+    return selected, parts
 
 
 def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads) -> SharedHost:
-    """A host that is to be converted.
+    """Return an attention layer that can be converted.
+
+    Args:
+        module: The module.
+        host: Its facts.
+        config: The mechanism's config for this layer.
+        heads: The choice of heads, which must be None.
 
     Raises:
-        ValueError: rotary positions, a family whose projections have other uses, projections that are no plain linear
-            maps, grouped keys, weights that are not in memory, or a rank that is not allowed.
+        ValueError: The layer has rotary positions, grouped keys, or projections that are no plain
+            linear maps. Its family is not in `SHAREABLE`. Its weights are not in memory. The rank
+            is too high.
     """
     check_host(host)
     model_type = getattr(host.config, "model_type", "")
@@ -151,7 +196,8 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
         raise ValueError(
             f"heads={heads} cannot be chosen where all heads share; allowed: heads=None"
         )
-    old = projections(module)
+    old = find_projections(module)
+    # Grouped keys have fewer rows than queries.
     if old is None or old.query.shape[0] != old.key.shape[0]:
         raise ValueError(
             f"collaborative finds no plain projections of queries and keys of one width in {host.name} "
@@ -162,89 +208,129 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
             f"{host.name} is on the meta device, without weights; allowed: a model in memory, or offloaded"
         )
     check_rank(config.rank, host)
-    shape = old.shared(config.rank or 0, host.heads)
+    shape = old.plan_shared(config.rank or 0, host.heads)
+    # Rows are as wide as before: R shared numbers, then one content bias for each head.
     if shape.content and shape.rank + host.heads > shape.width:
         raise ValueError(
             f"CollaborativeConfig.rank={config.rank} leaves no room for the content bias of {host.name}, and would "
             f"save nothing; allowed: 1 to {shape.width - host.heads}, or {shape.width}, which is exact"
         )
-    return SharedHost(host, module, old, shape, config)
+    return SharedHost(
+        host=host,
+        module=module,
+        projections=old,
+        shape=shape,
+        config=config,
+    )
 
 
-def solve(parts: list[SharedHost], moments: list[Moments] | None = None) -> list[SharedHost]:
-    """Every part with its decomposition and its new modules, under a progress bar; one layer's weights at a time where
-    they are offloaded.
+def solve_parts(parts: list[SharedHost], moments: list[Moments] | None = None) -> list[SharedHost]:
+    """Decompose every attention layer and build its new modules, with a progress bar.
+
+    Of an offloaded model, the weights of one layer at a time are in memory.
+
+    Args:
+        parts: The attention layers.
+        moments: Second moments for each of them, or None to approximate the weights.
     """
     solved = []
     with logging.tqdm(total=len(parts), desc="Sharing heads", leave=False) as bar:
         for part, moment in zip(parts, repeat(None) if moments is None else moments):
             bar.set_postfix_str(f"{part.host.name}, rank {part.config.rank}")
             with in_memory(part.projections.children.values()):
-                old: Any = projections(part.module)
-                query, key = (by_head(w, part.host.heads) for w in (old.query, old.key))
+                # Read again: the weights of an offloaded module are other tensors now.
+                old: Any = find_projections(part.module)
+                query, key = (split_heads(w, part.host.heads) for w in (old.query, old.key))
                 result: Any = decompose(
                     query, key, part.shape.rank, part.config.steps, part.config.seed, moment
                 )
-                modules = filled(part, old, result)
+                modules = build_filled(part, old, result)
             for name, child in old.children.items():
                 offload_like(modules[name], child, f"{part.host.name}.{name}")
-            result = replace(result, query=None, key=None)  # they are in the modules
+            # The modules have these factors now. Float64 copies of all layers would fill memory.
+            result = replace(result, query=None, key=None)
             solved.append(replace(part, result=result, modules=modules))
             bar.update(1)
     return solved
 
 
 class InputMoment:
-    """A forward pre-hook that sums over the inputs of one projection.
+    """A forward pre-hook that sums second moments over the inputs of one projection.
 
     Args:
-        centred: whether differences from each sequence's mean are what counts.
+        centred: Whether to subtract the mean of each sequence. Used for keys: softmax does not see
+            what all keys of a row share.
+
+    Attributes:
+        mask: Tokens of the current call that count, [B, N]. None if all do.
     """
 
     def __init__(self, centred: bool):
-        self.centred, self.total, self.tokens = centred, torch.zeros((), dtype=torch.float64), 0.0
+        self.centred = centred
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.tokens = 0.0
         self.mask: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
+        """Add the input of a call, [..., N, D]."""
         x = args[0].detach().double()
         x = x.flatten(0, -3) if x.dim() > 3 else x
         mask, shape = self.mask, x.shape[:-1]
-        keep = (x.new_ones(shape) if mask is None or mask.shape != shape else mask.to(x))[..., None]
+        # In an encoder-decoder model the mask belongs to the other sequence for some projections.
+        if mask is None or mask.shape != shape:
+            mask = x.new_ones(shape)
+        keep = mask.to(x)[..., None]
         if self.centred:
             x = x - (x * keep).sum(-2, keepdim=True) / keep.sum(-2, keepdim=True).clamp_min(1)
         rows = (x * keep).flatten(0, -2)
-        self.total, self.tokens = self.total.to(x) + rows.mT @ rows, self.tokens + float(keep.sum())
+        # `to`: with a device map the projections run on several devices.
+        self.total = self.total.to(x) + rows.mT @ rows
+        self.tokens += float(keep.sum())
 
     @property
     def moment(self) -> Tensor:
-        """[D, D], float64, on the CPU."""
+        """The mean over tokens, [D, D], float64, on the CPU."""
         return (self.total / self.tokens).cpu()
 
 
 @torch.no_grad()
-def moments_of(model: PreTrainedModel, parts: list, examples: Iterable[Mapping]) -> list[Moments]:
-    """For each part the moments of what its queries and its keys are made from.
+def measure_moments(
+    model: PreTrainedModel, parts: list[SharedHost], examples: Iterable[Mapping]
+) -> list[Moments]:
+    """Run the model on examples and return what the projections of each layer read.
+
+    Args:
+        model: The model.
+        parts: The attention layers.
+        examples: Calls of the model, each as its keywords.
+
+    Returns:
+        Second moments of the inputs of queries and of keys, for each layer.
 
     Raises:
-        ValueError: a host that no example reaches.
+        ValueError: No example reaches a layer.
     """
     pairs = [(InputMoment(centred=False), InputMoment(centred=True)) for _ in parts]
     with ExitStack() as stack:
         for part, pair in zip(parts, pairs, strict=True):
             children = list(part.projections.children.values())
-            for module, moment in zip(
-                children if len(children) > 1 else children * 2, pair, strict=True
-            ):
+            # A fused projection reads one input for queries and keys.
+            children = children if len(children) > 1 else children * 2
+            for module, moment in zip(children, pair, strict=True):
                 stack.callback(module.register_forward_pre_hook(moment).remove)
+        # Without dropout, and back to the mode from before.
         stack.callback(model.train, model.training)
         model.eval()
         for call in examples:
             inputs = {
-                n: v.to(model.device) if isinstance(v, Tensor) else v for n, v in call.items()
+                name: value.to(model.device) if isinstance(value, Tensor) else value
+                for name, value in call.items()
             }
+            # A mask of another shape does not say which tokens are padded.
             mask = inputs.get("attention_mask")
-            for moment in (m for pair in pairs for m in pair):
-                moment.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            is_padding = isinstance(mask, Tensor) and mask.dim() == 2
+            for moment in (moment for pair in pairs for moment in pair):
+                moment.mask = mask if is_padding else None
             model(**inputs)
     for part, pair in zip(parts, pairs, strict=True):
         if not all(moment.tokens for moment in pair):
@@ -254,48 +340,62 @@ def moments_of(model: PreTrainedModel, parts: list, examples: Iterable[Mapping])
     return [(query.moment, key.moment) for query, key in pairs]
 
 
-def by_head(weight: Tensor, heads: int) -> Tensor:
-    """[H·d, D] to [H, d, D], float64, on the CPU."""
+def split_heads(weight: Tensor, heads: int) -> Tensor:
+    """Return a weight [H·d, D] as [H, d, D], float64, on the CPU."""
     return weight.detach().cpu().double().unflatten(0, (heads, -1))
 
 
-def report(model: PreTrainedModel, parts: list[SharedHost], dtype: torch.dtype) -> str:
-    """What is about to be replaced, a line a layer: rank, relative errors, parameters; and the model's size in a dtype,
-    before and after.
+def format_report(model: PreTrainedModel, parts: list[SharedHost], dtype: torch.dtype) -> str:
+    """Return a report of the coming conversion, one line for each attention layer.
+
+    Args:
+        model: The model, not converted yet.
+        parts: The solved attention layers.
+        dtype: The dtype for the size of the model in MB.
     """
     lines = [
         f"{type(model).__name__}: projections of queries and keys to be shared (arXiv 2006.16362)"
     ]
     names = max((len(p.host.name) for p in parts), default=0)
     for part in parts:
-        (before, after), result = part.parameters, part.result
-        logits = (
-            ""
-            if result.logit_error is None
-            else f", of logits on the examples {result.logit_error:.4f}"
-        )
+        before, after = part.parameters
+        result = part.result
+        logits = ""
+        if result.logit_error is not None:
+            logits = f", of logits on the examples {result.logit_error:.4f}"
         lines.append(
             f"  {part.host.name:{names}}  rank {part.shape.rank} of {part.shape.width}  "
             f"error of weights {result.error:.4f}{logits}  parameters {before:,} -> {after:,}"
         )
-    total, size = sum(p.numel() for p in model.parameters()), dtype.itemsize / 1e6
+    total = sum(p.numel() for p in model.parameters())
     left = total - sum(before - after for before, after in (p.parameters for p in parts))
+    megabytes = dtype.itemsize / 1e6
     lines.append(
-        f"  model: {total:,} -> {left:,} parameters, {total * size:.1f} -> {left * size:.1f} MB"
+        f"  model: {total:,} -> {left:,} parameters, "
+        f"{total * megabytes:.1f} -> {left * megabytes:.1f} MB"
     )
     return "\n".join(lines)
 
 
-def install(
+def install_parts(
     model: PreTrainedModel,
     config: HyperAttnConfig,
-    chosen: list[Selected],
+    selected: list[Selected],
     parts: list[SharedHost],
     keep_original: bool,
     newly_routed: bool,
 ) -> None:
-    """Put the shared projections in place, and with them a `hyper`."""
-    attach(model, resolve_overrides(config, chosen, model), chosen, newly_routed)
+    """Attach a `hyper` to every selected layer, and replace projections.
+
+    Args:
+        model: The model.
+        config: The patch, as given.
+        selected: All selected attention layers.
+        parts: The layers that are converted, solved.
+        keep_original: Whether to keep the old projections for `unpatch_model`.
+        newly_routed: Whether the family was routed for this conversion.
+    """
+    attach(model, resolve_overrides(config, selected, model), selected, newly_routed)
     for part in parts:
         hyper: Any = inner(part.module.hyper)
         with torch.no_grad():
@@ -309,22 +409,30 @@ def install(
         keep(model, bring_back_original, {p.host.name: p.projections.children for p in parts})
 
 
-def filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:
-    """The new modules of a host with the weights of a decomposition."""
+def build_filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:
+    """Return the new modules of an attention layer, filled from a decomposition.
+
+    Args:
+        part: The attention layer.
+        old: Its projections, with their weights in memory.
+        result: The `Decomposition`.
+    """
     heads = part.host.heads
-    modules = shared_modules(old, part.shape)
+    modules = build_shared(old, part.shape)
     fused: Any = modules.get(FUSED)
     shared: Any = modules.values() if fused is None else (fused.query, fused.key)
     query, key = shared
     with torch.no_grad():
         query.shared.weight.copy_(result.query)
         key.shared.weight.copy_(result.key)
+        # The bias of keys is dropped: it adds the same number to all logits of a query.
         if part.shape.bias:
             query.shared.bias.copy_(old.query_bias)
         if part.shape.content:
-            # c_h = W_K^h^T b^h, [H, D]: what a key adds to a head's logits because queries have a bias
+            # c_h = W_K^h^T b^h, [H, D]: what a key adds to a head's logits because queries have a
+            # bias (arXiv 2006.16362).
             bias = old.query_bias.detach().cpu().double().unflatten(0, (heads, 1, -1))
-            key.content.weight.copy_((bias @ by_head(old.key, heads))[:, 0])
+            key.content.weight.copy_((bias @ split_heads(old.key, heads))[:, 0])
     for module in modules.values():
         module.requires_grad_(old.query.requires_grad)
     return modules
@@ -333,11 +441,17 @@ def filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:
 def bring_back_original(
     model: PreTrainedModel, kept: dict[str, dict[str, nn.Module]]
 ) -> PreTrainedModel:
-    """The model with the projections that it had, where it is now."""
+    """Return the model with its old projections, in its current device and dtype.
+
+    Args:
+        model: The converted model.
+        kept: For the name of each converted attention layer, its old modules by name.
+    """
     modules = dict(model.named_modules())
     for name, children in kept.items():
         host = modules[name]
         for child, module in children.items():
+            # The model may have moved since the conversion, without the kept modules.
             like = next(host.get_submodule(child).parameters())
             if not is_offloaded(module):
                 module.to(like.device, like.dtype)
@@ -346,13 +460,16 @@ def bring_back_original(
     return model
 
 
+def requests_conversion(config: MechanismConfig) -> bool:
+    """Return whether a config asks for a conversion: without a rank it is a patch."""
+    return isinstance(config, CollaborativeConfig) and config.rank is not None
+
+
 register_conversion(
     CollaborativeConfig.mechanism,
     Conversion(
-        share,
-        requested=lambda config: (
-            isinstance(config, CollaborativeConfig) and config.rank is not None
-        ),
+        run=run_conversion,
+        requested=requests_conversion,
         done=is_shared,
         in_place=True,
         composes=True,

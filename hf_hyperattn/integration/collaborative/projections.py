@@ -1,5 +1,7 @@
-"""The projections of queries and keys inside a host: where they are, the shared ones that take their place, and a
-converted model that is built to be loaded with these.
+"""Query and key projections of attention layers, and the shared ones that replace them.
+
+`rebuild_projections` puts shared projections into a model that is built to load a converted
+checkpoint.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ from ...mechanisms.collaborative.layer import SharedLayer
 from ..checkpoint_config import inner, patched_hosts
 from ..conversions import REBUILDERS
 
-#: Names of the two projections in hosts that have one each, the query's first.
+#: Names of separate query and key projections.
 PAIRS = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"), ("q", "k"))
-#: The one projection for queries, keys and values in GPT-2's layout.
+#: Name of the one projection for queries, keys and values in GPT-2's layout.
 FUSED = "c_attn"
 
 
 @dataclass(frozen=True)
 class Projections:
-    """The projections of a host.
+    """The projections of an attention layer.
 
     Args:
-        children: the modules that hold them, by their names in the host.
-        query, key: weights [H·d, D] and [H·d, D'], views of the parameters.
-        query_bias, key_bias: [H·d], or None.
+        children: The modules that contain them, by their names in the attention layer.
+        query: Weight [H·d, D], a view of the parameter.
+        key: Weight [H·d, D'], a view of the parameter.
+        query_bias: Bias [H·d], or None.
+        key_bias: Bias [H·d], or None.
     """
 
     children: dict[str, nn.Module]
@@ -40,40 +44,60 @@ class Projections:
     query_bias: Tensor | None
     key_bias: Tensor | None
 
-    def shared(self, rank: int, heads: int) -> SharedShape:
-        """The shared ones for a rank that is allowed."""
-        return SharedShape(rank, self.query.shape[0], heads, self.query_bias is not None)
+    def plan_shared(self, rank: int, heads: int) -> SharedShape:
+        """Return the shape of shared projections for a valid rank."""
+        return SharedShape(
+            rank=rank,
+            width=self.query.shape[0],
+            heads=heads,
+            biased=self.query_bias is not None,
+        )
 
 
-def projections(host: nn.Module) -> Projections | None:
-    """The projections of a host, None where they are not of a kind that can be shared."""
+def find_projections(host: nn.Module) -> Projections | None:
+    """Return the projections of an attention layer, or None if they cannot be shared."""
     for names in PAIRS:
         query, key = (host._modules.get(name) for name in names)
+        # Exactly `nn.Linear`: subclasses, such as quantised layers, compute something else.
         if type(query) is nn.Linear and type(key) is nn.Linear:
             return Projections(
-                dict(zip(names, (query, key))), query.weight, key.weight, query.bias, key.bias
+                children=dict(zip(names, (query, key))),
+                query=query.weight,
+                key=key.weight,
+                query_bias=query.bias,
+                key_bias=key.bias,
             )
     fused = host._modules.get(FUSED)
     if type(fused) is Conv1D and fused.nf == 3 * fused.nx:
-        (query, key, _), (query_bias, key_bias, _) = fused.weight.mT.chunk(3), fused.bias.chunk(3)
-        return Projections({FUSED: fused}, query, key, query_bias, key_bias)
+        # `Conv1D` stores its weight as [inputs, outputs].
+        query, key, _ = fused.weight.mT.chunk(3)
+        query_bias, key_bias, _ = fused.bias.chunk(3)
+        return Projections(
+            children={FUSED: fused},
+            query=query,
+            key=key,
+            query_bias=query_bias,
+            key_bias=key_bias,
+        )
     return None
 
 
 class SharedProjection(nn.Module):
-    """What all heads share of their queries, or of their keys: rows of R numbers, and what keys add to each head.
+    """A projection of queries, or of keys, to R dimensions that all heads share.
 
-    The rows are filled up with zeros to the width that the host reshapes and caches.
+    Its output rows are filled with zeros to the width that the attention layer expects. So they
+    pass through its reshaping and its cache.
 
     Args:
-        inputs: features of the hidden states, D.
-        rank: shared dimensions, R.
-        width: of the rows that the host expects, H·d.
-        bias: whether the shared dimensions have a bias.
-        heads: of which the keys carry the content bias, 0 for none.
+        inputs: Features of the hidden states, D.
+        rank: Shared dimensions, R.
+        width: Width of the rows that the attention layer expects, H·d.
+        bias: Whether the shared dimensions have a bias.
+        heads: Number of heads whose content bias the rows contain. Default: no content bias.
     """
 
-    added_by_conversion = True  # a load checks that its tensors are there
+    # `record_check.added_tensors` reads it, so that a load checks for these tensors.
+    added_by_conversion = True
 
     def __init__(self, inputs: int, rank: int, width: int, bias: bool = False, heads: int = 0):
         super().__init__()
@@ -83,11 +107,11 @@ class SharedProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The shared weight, which some families initialise by this name."""
+        """The shared weight. Some families initialise projections by this name."""
         return self.shared.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H·d]: R shared numbers, those of the content bias, zeros."""
+        """Return rows [..., H·d]: R shared numbers, content biases, then zeros."""
         rows = self.shared(hidden)
         if self.content is not None:
             rows = torch.cat([rows, self.content(hidden)], -1)
@@ -98,12 +122,20 @@ class SharedProjection(nn.Module):
 
 
 class FusedProjection(nn.Module):
-    """Shared queries and keys, and the values as they were, side by side, [..., 3·H·d]; `fused` is copied from."""
+    """Shared queries and keys, and the original values, in one output [..., 3·H·d].
+
+    Args:
+        query: Shared projection of queries.
+        key: Shared projection of keys.
+        fused: The original projection, whose value part is copied.
+    """
 
     def __init__(self, query: SharedProjection, key: SharedProjection, fused: Any):
         super().__init__()
         width = fused.nf // 3
-        self.query, self.key, self.value = query, key, Conv1D(width, fused.nx)
+        self.query = query
+        self.key = key
+        self.value = Conv1D(width, fused.nx)
         with torch.no_grad():
             self.value.weight.copy_(fused.weight[:, 2 * width :])
             self.value.bias.copy_(fused.bias[2 * width :])
@@ -114,12 +146,14 @@ class FusedProjection(nn.Module):
 
 @dataclass(frozen=True)
 class SharedShape:
-    """Which shared projections a host gets.
+    """Sizes of the shared projections of an attention layer.
 
     Args:
-        rank: R. width: H·d. heads: H.
-        biased: whether the queries had a bias: at full rank the shared ones keep it, below that it becomes the content
-            bias, which keys carry.
+        rank: Shared dimensions, R.
+        width: Width of the original projections, H·d.
+        heads: Number of heads, H.
+        biased: Whether the original queries have a bias. At full rank the shared queries keep it.
+            Below that, it becomes the content bias, which the keys carry.
     """
 
     rank: int
@@ -129,16 +163,26 @@ class SharedShape:
 
     @property
     def bias(self) -> bool:
+        """Whether the shared queries have a bias."""
         return self.biased and self.rank == self.width
 
     @property
     def content(self) -> bool:
+        """Whether the keys carry a content bias."""
         return self.biased and self.rank < self.width
 
 
-def shared_modules(old: Projections, shape: SharedShape) -> dict[str, nn.Module]:
-    """New modules by the names of those that they replace, with weights that are to be filled; values are copied."""
+def build_shared(old: Projections, shape: SharedShape) -> dict[str, nn.Module]:
+    """Return new modules, by the names of the modules that they replace.
+
+    Weights of shared queries and keys are not set yet. Values are copied.
+
+    Args:
+        old: The original projections.
+        shape: Sizes of the shared ones.
+    """
     sizes, dtype = (shape.rank, shape.width), old.query.dtype
+    # There at once: a model that is built for loading is on the meta device, without weights.
     with torch.device(old.query.device):
         query = SharedProjection(old.query.shape[1], *sizes, shape.bias)
         key = SharedProjection(old.key.shape[1], *sizes, heads=shape.heads if shape.content else 0)
@@ -147,40 +191,45 @@ def shared_modules(old: Projections, shape: SharedShape) -> dict[str, nn.Module]
             modules = {FUSED: FusedProjection(query, key, old.children[FUSED])}
     for name, module in modules.items():
         module.train(old.children[name].training)
-        if any(p.dtype != dtype for p in module.parameters()):  # `to` fails under FakeTensorMode
+        # `to` fails under FakeTensorMode, so call it only if it is needed.
+        if any(p.dtype != dtype for p in module.parameters()):
             module.to(dtype)
     return modules
 
 
-def shared_layer(host: Any) -> SharedLayer | None:
-    """The layer of a converted host."""
+def find_shared_layer(host: Any) -> SharedLayer | None:
+    """Return the mechanism's layer of a converted attention layer, or None."""
     layer = getattr(inner(host.hyper), CollaborativeConfig.mechanism, None)
     return layer if isinstance(layer, SharedLayer) else None
 
 
 def is_shared(model: PreTrainedModel) -> bool:
-    """Whether some host of the model is converted."""
-    return any(shared_layer(host) is not None for _, host in patched_hosts(model))
+    """Return whether an attention layer of the model is converted."""
+    return any(find_shared_layer(host) is not None for _, host in patched_hosts(model))
 
 
-def rebuild(model: PreTrainedModel) -> None:
-    """Shared projections in every host whose `hyper` says so, for weights that are loaded next.
+def rebuild_projections(model: PreTrainedModel) -> None:
+    """Put shared projections into a model before converted weights are loaded.
+
+    Args:
+        model: A patched model. A `SharedLayer` in a `hyper` marks a converted attention layer.
 
     Raises:
-        ValueError: a host has no projections that can be shared.
+        ValueError: Such an attention layer has no projections that can be shared.
     """
     for name, host in patched_hosts(model):
-        layer = shared_layer(host)
+        layer = find_shared_layer(host)
         if layer is None:
             continue
-        old = projections(host)
+        old = find_projections(host)
         if old is None:
             raise ValueError(
                 f"config.hyperattn says that {name} was converted, and it has no projections that can be shared; "
                 "allowed: the config that was saved with the model"
             )
-        for child, module in shared_modules(old, old.shared(*layer.mixing.shape[::-1])).items():
+        heads, rank = layer.mixing.shape
+        for child, module in build_shared(old, old.plan_shared(rank, heads)).items():
             setattr(host, child, module)
 
 
-REBUILDERS[CollaborativeConfig.mechanism] = rebuild
+REBUILDERS[CollaborativeConfig.mechanism] = rebuild_projections
