@@ -84,7 +84,7 @@ def compile_level(
     from hf_hyperattn.engines import native
 
     compile_ = [
-        *native.compiler(),
+        *native.find_compiler(),
         *native.flags_for(native.LEVELS[level][1]),
         "-iquote",
         str(native.PACKAGE),
@@ -110,7 +110,7 @@ def compile_level(
         objects = [call[-1] for call in calls]
         # the runtime of OpenMP is the one that torch has loaded under this name
         link = ["-shared", "-s", "-fopenmp", f"-Wl,--version-script={script}", "-o", str(made)]
-        subprocess.run([*native.compiler(), *objects, *link], check=True)
+        subprocess.run([*native.find_compiler(), *objects, *link], check=True)
 
 
 def levels() -> tuple[str, ...]:
@@ -122,21 +122,21 @@ def levels() -> tuple[str, ...]:
     from hf_hyperattn.engines import native
 
     asked = subprocess.run(
-        [*native.compiler(), "-dumpmachine"], capture_output=True, text=True, check=True
+        [*native.find_compiler(), "-dumpmachine"], capture_output=True, text=True, check=True
     )
     target = asked.stdout.strip()
     machine = target.partition("-")[0]
     if machine not in native.OF_MACHINES or "linux" not in target:
         allowed = ", ".join(native.OF_MACHINES)
         raise RuntimeError(
-            f"{native.compiler()[0]} compiles for {target}; allowed: Linux on {allowed}"
+            f"{native.find_compiler()[0]} compiles for {target}; allowed: Linux on {allowed}"
         )
     found = native.OF_MACHINES[machine]
     asked_for = set(os.environ.get("HF_HYPERATTN_PREBUILT", "").split()) & native.LEVELS.keys()
     if asked_for and not asked_for & set(found):
         others, allowed = " ".join(sorted(asked_for)), ", ".join(found)
         raise RuntimeError(
-            f"HF_HYPERATTN_PREBUILT={others}: {native.compiler()[0]} cannot; allowed: {allowed}"
+            f"HF_HYPERATTN_PREBUILT={others}: {native.find_compiler()[0]} cannot; allowed: {allowed}"
         )
     return found
 
@@ -161,7 +161,7 @@ def main(folder: str) -> None:
     for score_key, capped in itertools.product(sorted(wish(found)), (False, True)):
         readers = found[score_key]
         name = f"hyper_score_{len(texts)}"
-        texts.append((name, library.text_of(score_key, capped, *sorted(readers))))
+        texts.append((name, library.write_source(score_key, capped, *sorted(readers))))
         for i, reader in enumerate(sorted(readers)):
             scores[library.prebuilt_name(score_key, capped, reader)] = name, i
     # what the libraries are made of: C++, and the Python that C++ is written from
@@ -183,7 +183,7 @@ def main(folder: str) -> None:
         digests[level] = hashlib.sha256(made.read_bytes()).hexdigest()
         print(f"{made.name}: {made.stat().st_size / 1e6:.1f} MB, {len(scores)} scores")
     manifest = {"names": NAMES, "libraries": digests, "sources": sources, "scores": scores}
-    manifest["fingerprint"] = native.fingerprint(sources)
+    manifest["fingerprint"] = native.hash_sources(sources)
     native.MANIFEST.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 

@@ -47,7 +47,7 @@ with tempfile.TemporaryDirectory() as folder, torch.no_grad():
     model.save_pretrained(folder)
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert (again(ids).logits - model(ids).logits).abs().max() < 1e-6
-carried = native.prebuilt()
+carried = native.load_prebuilt()
 tables = [t for (score, _, _), t in library.TABLES.items() if score == "umbral"]
 of_the_wheel = carried is not None and all(t.library is carried.library for t in tables)
 print("plain torch" if not tables else "wheel" if of_the_wheel else "compiled")

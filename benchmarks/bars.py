@@ -261,7 +261,7 @@ def peak(args) -> Iterator[dict]:
     headers = (
         native.PACKAGE / "engines" / "cpu" / name for name in ("tiles.h", "product.h", "vectors.h")
     )
-    library = native.load("cpu_peak", PEAK, *headers)
+    library = native.load_library("cpu_peak", PEAK, *headers)
     if library is None:
         raise SystemExit("no compiler: nothing says what this core can multiply")
     count = ctypes.c_long(500_000)

@@ -32,12 +32,12 @@ COLUMNS = {
 
 @contextmanager
 def engine(name: str):
-    """Everything on one engine; its way is that of `dispatch.choose`."""
-    chosen, dispatch.choose = dispatch.choose, lambda *_: name
+    """Everything on one engine; its way is that of `dispatch.choose_engine`."""
+    chosen, dispatch.choose_engine = dispatch.choose_engine, lambda *_: name
     try:
         yield
     finally:
-        dispatch.choose = chosen
+        dispatch.choose_engine = chosen
 
 
 @contextmanager

@@ -206,7 +206,7 @@ def test_the_installed_command_works(site):
 
 # The wheel that carries compiled kernels.
 
-LEVELS = [name for name in native.LEVELS if name in native.levels()]
+LEVELS = [name for name in native.LEVELS if name in native.read_levels()]
 CROSS = "aarch64-linux-gnu-g++"
 #: Of all scores only those that these tests use are compiled.
 CARRIED = " ".join([*native.LEVELS, "umbral", "geodesic", "dot+*umbral_on_product"])
@@ -215,7 +215,7 @@ CARRIED = " ".join([*native.LEVELS, "umbral", "geodesic", "dot+*umbral_on_produc
 @pytest.fixture(scope="module")
 def prebuilt_wheel(archive, tmp_path_factory):
     try:
-        native.compiler()
+        native.find_compiler()
     except RuntimeError as error:
         pytest.skip(str(error))
     if "v2" not in LEVELS:
@@ -309,7 +309,7 @@ hierarchy = ha.Hierarchy.windows(200, (16, 64))
 hsa_call = lambda b: F.hierarchical_attention(q, k, v, is_causal=True, hierarchy=hierarchy, tying="key", backend=b)
 near(hsa_call("auto"), hsa_call("rows"), 2e-4)
 
-carried = native.prebuilt()
+carried = native.load_prebuilt()
 assert carried.library is library.core() and library.TABLES
 assert {loaded.library for loaded in library.TABLES.values()} == {carried.library}, library.TABLES.keys()
 assert not native.build_directory().exists() and not native._logged

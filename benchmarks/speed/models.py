@@ -112,7 +112,7 @@ def error(job: Job, ids: torch.Tensor) -> float:
     from hf_hyperattn.engines import dispatch
 
     exact = loaded(job.subject, job.way, torch.float64)
-    with mock.patch.object(dispatch, "choose", lambda *_: "reference"):
+    with mock.patch.object(dispatch, "choose_engine", lambda *_: "reference"):
         expected = exact(ids)[0]
     del exact
     loaded.cache_clear()  # float64 weights are not kept

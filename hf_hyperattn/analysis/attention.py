@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..engines import repeat_heads
 from ..engines.options import read_visible
-from ..engines.reference import hide
-from ..engines.score import euclidean
+from ..engines.reference import hide_pairs
+from ..engines.score import euclidean_distances
 from ..integration import describe
 from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
@@ -359,7 +359,7 @@ def describe_cones(part: Any, call: HostCall) -> dict[str, Any]:
     width = half_width_of(variant, height[:, :, None], height[:, None, :], r[..., None])
     self_pair = torch.eye(key.shape[1], dtype=torch.bool, device=key.device)
     # Above its apex a cone has negative width, so no higher token lies inside.
-    inside = (euclidean(place, place) <= width) & ~self_pair
+    inside = (euclidean_distances(place, place) <= width) & ~self_pair
     across, explained = project_principal(place - place.mean(1, keepdim=True), 1)
     return {
         "variant": variant,
@@ -447,7 +447,7 @@ def describe_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, 
     logits = (query @ repeat_heads(key, heads).mT)[0]
     if plan.options.bias is not None:
         logits = logits + plan.options.bias[0]
-    seen = read_visible(hide(torch.zeros_like(logits)[None], plan.options)[0])
+    seen = read_visible(hide_pairs(torch.zeros_like(logits)[None], plan.options)[0])
     # Layers of a prefix LM (`grows`) are tied like causal ones: their text grows, too.
     rule = part.config.rule(call.is_causal or part.grows, heads, "this call")
     counts = {

@@ -159,7 +159,7 @@ def cone_engine() -> str:
     loaded = [table for (score, _, _), table in library.TABLES.items() if "umbral" in score]
     if not loaded:
         return "plain torch; `hyperattn doctor` says whether compiled kernels are there"
-    carried = native.prebuilt()
+    carried = native.load_prebuilt()
     if carried is not None and loaded[0].library is carried.library:
         return f"the fused engine, cpu: kernels of the wheel, for {carried.level}"
     return "the fused engine, cpu: kernels compiled on this machine"

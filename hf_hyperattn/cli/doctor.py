@@ -37,14 +37,14 @@ def report() -> dict[str, str]:
     engine, command = check_engine(), compiler()
     if not engine.startswith("cpu"):
         missing.append("compiled kernels: attention runs 3 to 5 times slower on CPUs")
-    if command is None and not native.manifest():
+    if command is None and not native.read_manifest():
         missing.append("a C++ compiler (g++ or clang++, or set CXX)")
     if torch.cuda.is_available() and not found("triton"):
         missing.append("triton, for kernels on the GPU")
     return {
         address.NAME: f"{address.VERSION}, in {native.PACKAGE}",
         "python": f"{platform.python_version()}, {', '.join(f'{p} {found(p)}' for p in PROGRAMS if found(p))}",
-        "cpu": f"{platform.machine()}, {count_threads()}, {' '.join(native.levels()) or 'no levels'}",
+        "cpu": f"{platform.machine()}, {count_threads()}, {' '.join(native.read_levels()) or 'no levels'}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "compiler": command or "none",
         "kernels": kernels(
@@ -68,7 +68,7 @@ def found(program: str) -> str | None:
 def compiler() -> str | None:
     """The compiler and its first line on itself; None where there is none that runs."""
     try:
-        command = native.compiler()
+        command = native.find_compiler()
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     except (RuntimeError, OSError, subprocess.CalledProcessError):
         return None
@@ -77,10 +77,10 @@ def compiler() -> str | None:
 
 def kernels(others: str) -> str:
     """Where kernels come from; `others`: what becomes of those that the wheel does not carry."""
-    if not native.enabled():
+    if not native.is_enabled():
         return f"turned off by {native.SETTING}={os.environ[native.SETTING]}"
     try:
-        level, carried = native.level(), native.prebuilt()
+        level, carried = native.choose_level(), native.load_prebuilt()
     except ValueError as error:
         return str(error)
     if carried is not None:

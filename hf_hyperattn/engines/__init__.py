@@ -1,4 +1,7 @@
-"""Engines compute softmax(score)·V; they know no mechanism and no Transformers. `reference` is the specification."""
+"""Compute softmax(score)·V.
+
+Engines know neither mechanisms nor Transformers. `reference` is the specification.
+"""
 
 from .dispatch import ENGINES, attention, available_engines, check_backend, register_engine
 from .options import Options

@@ -1,34 +1,41 @@
-"""When the whole matrix of logits is the fastest way: where an engine of tiles has more to do than to compute.
+"""Decide when the whole matrix of logits is faster than tiles.
 
-Measured against the other engines with umbral, geodesic and dot-product scores on one core, 1 to 512 sequences of 16 to
-512 tokens and single queries, forward and in training (docs/performance.md).
+The thresholds were measured with umbral, geodesic and dot-product scores on one core, for 1 to 512
+sequences of 16 to 512 tokens and for single queries, forward and in training (docs/performance.md).
 """
 
 from __future__ import annotations
 
-#: A compiled engine takes 0.2 ms to be called, whatever the shape; so does the dense engine for this many logits.
+#: Calling a compiled engine takes 0.2 ms for any shape. The dense engine computes this many logits
+#: in that time.
 COMPILED = 2**11
-#: With a few queries against many keys it takes less.
+#: The same for a few queries against many keys, where the compiled engine is called with less
+#: overhead.
 DECODED = 2**9
-#: For more logits than this the compiled engine does a plain dot product in a third to two thirds of SDPA's time.
+#: For more logits than this, the compiled engine computes a plain dot product in 0.3x to 0.7x the
+#: time of SDPA.
 PLAIN = 2**16
-#: The blockwise engine takes 0.1 ms a tile in forward, 0.3 ms in training, and cuts at least one from each sequence.
-#: The dense engine does this many logits of a sequence in that time.
+#: The blockwise engine takes 0.1 ms per tile (forward) or 0.3 ms (training), and at least one tile
+#: per sequence. The dense engine computes this many logits of a sequence in that time.
 FORWARD, TRAINING = 2**12, 2**13
-#: Many short sequences make a matrix of this size, of which the dense engine holds several: 16 MiB each in float32.
+#: Most logits that the dense engine may hold: it keeps several such matrices, each 16 MiB in
+#: float32.
 MOST = 2**22
 
 
-def pays(shape: tuple[int, int, int, int], training: bool, compiled: bool) -> bool:
-    """Whether the dense engine is the fastest.
+def is_fastest(shape: tuple[int, int, int, int], training: bool, compiled: bool) -> bool:
+    """Return whether the dense engine is the fastest.
 
     Args:
-        shape: of the logits, (B, H, N, M).
-        training: whether there will be a backward pass.
-        compiled: whether a compiled engine can do the call; else the blockwise engine would.
+        shape: Shape (B, H, N, M) of the logits.
+        training: Whether a backward pass will follow.
+        compiled: Whether a compiled engine supports the call. If not, the alternative is the
+            blockwise engine.
     """
     batch, heads, queries, keys = shape
-    one = heads * queries * keys
+    per_sequence = heads * queries * keys
+    total = batch * per_sequence
     if compiled:
-        return batch * one <= COMPILED
-    return one <= (TRAINING if training else FORWARD) and batch * one <= MOST
+        return total <= COMPILED
+    limit = TRAINING if training else FORWARD
+    return per_sequence <= limit and total <= MOST

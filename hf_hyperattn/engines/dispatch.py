@@ -1,12 +1,14 @@
-"""Which engine computes a call: by name, or `auto`, the fastest one that can do what is asked.
+"""Choose the engine of an attention call: by name, or the fastest for `auto`.
 
-What computes a kind of call is found out once (`resolve`) and kept; a call looks up its kind and runs that.
+The decision is made once for each kind of call (`resolve_engine`). Later calls look it up by their
+key (`describe_call`).
 """
 
 from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,20 +22,31 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..readable import is_exporting, is_recorded, is_transformed
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision, hide_with_infinity
-from .score import DOT, PairScore, learns, repeat_heads, working_dtype
+from .score import DOT, PairScore, repeat_heads, requires_backward, working_dtype
 
 #: Engines by name: `attend(score, value, options) -> (output, weights or None)`.
 ENGINES: dict[str, Callable] = {}
 
-#: What computes each kind of call that was met: `run(score, value, options) -> (output, weights or None)`.
+#: The function that computes each known kind of call: `run(score, value, options) -> (output,
+#: weights or None)`.
 RESOLVED: dict[tuple, Callable] = {}
 
-#: Up to this many logits mechanisms with tiles of their own take the whole matrix, which then is less to do.
+#: Up to this many logits, mechanisms with their own tiles compute the whole matrix, because that is
+#: less work.
 DENSE_ELEMENTS = 2**14
 
 
 def register_engine(name: str, attend: Callable) -> None:
-    """Add an engine. It must agree with `reference`; a second one of the same name is refused."""
+    """Add an engine.
+
+    Args:
+        name: Name for `backend=`.
+        attend: Function `(score, value, options) -> (output, weights or None)` that agrees with
+            `reference`.
+
+    Raises:
+        ValueError: An engine of this name is registered already.
+    """
     if name in ENGINES:
         raise ValueError(f"engine {name!r} is registered already")
     ENGINES[name] = attend
@@ -43,7 +56,11 @@ def register_engine(name: str, attend: Callable) -> None:
 def attend_or_refuse(
     name: str, engine, score: PairScore, value: Tensor, options: Options
 ) -> tuple[Tensor, None]:
-    """One of the engines that cannot do everything; ValueError where a call asks for more, which it names."""
+    """Run an engine that supports only some calls.
+
+    Raises:
+        ValueError: The engine cannot compute this call. The message names the reason.
+    """
     reason = engine.unsupported_reason(score, value, options)
     if reason is not None:
         raise ValueError(f"backend={name!r} cannot compute this call: {reason}; use backend='auto'")
@@ -56,17 +73,21 @@ register_engine("sdpa", partial(attend_or_refuse, "sdpa", sdpa))
 register_engine("cpu", cpu.attend)
 register_engine("triton", partial(attend_or_refuse, "triton", triton))
 
-#: Those of them that `auto` has asked already whether they can.
+#: The same engines without the check, for `auto`: `choose_engine` has checked support already.
 UNCHECKED = {"sdpa": sdpa.attend, "triton": triton.attend}
 
 
 def available_engines() -> tuple[str, ...]:
-    """Names that `backend=` takes, `auto` first."""
+    """Return the names that `backend=` accepts, `auto` first."""
     return ("auto", *ENGINES)
 
 
 def check_backend(backend: str) -> str:
-    """The name of an engine, or a ValueError that lists those there are."""
+    """Return `backend` if it is a known name.
+
+    Raises:
+        ValueError: Unknown name. The message lists the known ones.
+    """
     if backend != "auto" and backend not in ENGINES:
         raise ValueError(
             f"backend={backend!r} is unknown; allowed: {', '.join(available_engines())}"
@@ -75,10 +96,12 @@ def check_backend(backend: str) -> str:
 
 
 def check_transforms(backend: str) -> None:
-    """Refuse an engine that is an operator of its own where that would lose derivatives, or fail.
+    """Reject engines with custom operators inside torch.func transforms.
 
     Raises:
-        ValueError: inside torch.func's transforms and forward-mode derivatives, of "blockwise", "cpu" and "triton".
+        ValueError: `backend` is "blockwise", "cpu" or "triton", and a torch.func transform or
+            forward-mode differentiation is active. Derivatives would be lost there, or the call
+            would fail.
     """
     if backend in ("blockwise", "cpu", "triton") and is_transformed():
         raise ValueError(
@@ -95,115 +118,175 @@ def attention(
     backend: str = "auto",
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(score)·V.
+    """Compute softmax(score)·V.
 
     Args:
-        score: the pair score of queries [B, H, N, d] and keys [B, Hkv, M, d].
-        value: [B, Hkv, M, dv].
-        options: masks, causality, window, softcap, sinks, dropout; None for none of them.
-        backend: a name out of `available_engines()`.
-        weights: also return the attention weights [B, H, N, M]; only `reference` and `auto` can.
+        score: Pair score of queries [B, H, N, d] and keys [B, Hkv, M, d].
+        value: Values [B, Hkv, M, dv].
+        options: Masks, causality, window, softcap, sinks, dropout; None (default) for none of them.
+        backend: A name from `available_engines()`.
+        weights: Also return the attention weights. Only `reference` and `auto` support this.
 
     Returns:
-        The output [B, H, N, dv] in the score's dtype (float32 or float64), and the weights or None.
+        The output [B, H, N, dv] in the score's dtype (float32 or float64), and the attention
+        weights [B, H, N, M] or None.
 
     Raises:
-        ValueError: unknown backend, or a mask that does not broadcast to [B, H, N, M].
+        ValueError: Unknown backend, or a mask that does not broadcast to [B, H, N, M].
     """
     options = options or Options()
-    query, key = score.raw_query, score.raw_key
+    device = score.raw_query.device
     if options.mask is not None or options.bias is not None or options.sinks is not None:
-        options = checked(options, score)
+        options = check_options(options, score)
+    # A recorded call serves other lengths later, so its decision must not depend on a key with
+    # these lengths.
     if weights or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        with full_precision(query.device):
-            out, attention_weights = resolve(score, value, options, backend, weights)(
-                score, value, options
-            )
+        with full_precision(device):
+            attend = resolve_engine(score, value, options, backend, weights)
+            out, attention_weights = attend(score, value, options)
         return out, attention_weights if weights else None
-    (batch, heads, n, width), m = query.shape, key.shape[2]
-    size = batch * heads * n * m
-    kind: list = [
-        backend,
-        n <= cpu.FEW and n < m,
-        size <= dense.DECODED,
-        size <= dense.COMPILED,
-        options.any_rounding,
-        size <= dense.PLAIN,
-        max(width, value.shape[-1]),
+    key = describe_call(score, value, options, backend)
+    run = RESOLVED.get(key)
+    if run is None:
+        run = RESOLVED[key] = resolve_engine(score, value, options, backend, False)
+    # A decoding step takes this path: entering an empty context costs more than asking for
+    # autocast.
+    if device.type in ("cpu", "cuda") and not torch.is_autocast_enabled(device.type):
+        return run(score, value, options)
+    with full_precision(device):
+        return run(score, value, options)
+
+
+def describe_call(score: PairScore, value: Tensor, options: Options, backend: str) -> tuple:
+    """Return the kind of a call, as a key of `RESOLVED`.
+
+    The key holds everything that `resolve_engine` reads.
+
+    A decision that reads one more property needs it here too, or calls that differ in it share an
+    engine.
+    """
+    query, key = score.raw_query, score.raw_key
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    # Sizes count only by the thresholds that they exceed, so that a growing cache keeps its kind.
+    size = batch * heads * queries * keys
+    lengths = (
+        queries <= cpu.FEW and queries < keys,
+        bisect_left((dense.DECODED, dense.COMPILED, dense.PLAIN), size),
+    )
+    tensors = (
         query.dtype,
         key.dtype,
         value.dtype,
         query.device,
         value.device,
-        learns(score, value, options) if torch.is_grad_enabled() else False,
+        max(width, value.shape[-1]),
+        torch.is_grad_enabled() and requires_backward(score, value, options),
+    )
+    mask, bias = options.mask, options.bias
+    aggregation = options.aggregation
+    requested = (
+        options.any_rounding,
         options.softcap is None,
         bool(options.dropout_p),
+        mask is not None and mask.requires_grad,
+        bias is not None and bias.requires_grad,
+        aggregation and (aggregation.name, aggregation.gate is None),
+    )
+    # Kernels that are not operators are invisible to dispatch modes, such as FLOP counters, and to
+    # torch.func.
+    surroundings = (
         _get_current_dispatch_mode() is None,
         peek_interpreter_stack() is None and forward_ad._current_level < 0,
         os.environ.get(native.SETTING),
-        score.width is None,
-        score.make_features is None,
-        options.aggregation and (options.aggregation.name, options.aggregation.gate is None),
+    )
+    terms = [
+        (
+            term.term,
+            term.gate is None,
+            term.capped,
+            None if term.reader is None else term.reader.name,
+            term.low_rank_factors is None,
+            term.statistics is None,
+        )
+        for term in score.terms
     ]
-    for tensor in (options.mask, options.bias):
-        kind.append(tensor is not None and tensor.requires_grad)
-    for term in score.terms:
-        reader = None if term.reader is None else term.reader.name
-        kind += (term.term, term.gate is None, term.capped, reader, term.low_rank_factors is None)
-        kind.append(term.statistics is None)
-    run = RESOLVED.get(tuple(kind))
-    if run is None:
-        run = RESOLVED[tuple(kind)] = resolve(score, value, options, backend, False)
-    if query.device.type in ("cpu", "cuda") and not torch.is_autocast_enabled(query.device.type):
-        return run(score, value, options)
-    with full_precision(query.device):
-        return run(score, value, options)
+    features = (score.width is None, score.make_features is None)
+    return backend, lengths, tensors, requested, surroundings, features, *terms
 
 
-def resolve(
+def resolve_engine(
     score: PairScore, value: Tensor, options: Options, backend: str, weights: bool
 ) -> Callable:
-    """What computes calls of this kind, `run(score, value, options) -> (output, weights or None)`."""
+    """Return the function that computes calls of this kind.
+
+    Args:
+        score, value, options: One call of this kind.
+        backend: A name from `available_engines()`.
+        weights: Whether the attention weights are returned.
+
+    Returns:
+        `run(score, value, options) -> (output, weights or None)`.
+
+    Raises:
+        ValueError: Unknown backend, or one that cannot return weights or cannot run inside
+            torch.func.
+    """
+    automatic = check_backend(backend) == "auto"
     if options.aggregation is not None:
-        fits = check_backend(backend) == "cpu" or (
-            backend == "auto" and decodes(score, value, options)
-        )
-        layout = cpu.decodes(score, value, options) if fits and not weights else None
-        if layout is None:
-            return partial(average_columns, partial(attention, backend=backend, weights=weights))
-        return partial(cpu.kernels.decode, layout)
-    if (
-        options.any_rounding
-        and backend == "auto"
-        and not weights
-        and tiles_pay(score, value, options)
-    ):
+        return resolve_aggregation(score, value, options, backend, weights)
+    may_round = options.any_rounding and automatic and not weights
+    if may_round and compiled_tiles_pay(score, value, options):
         return cpu.resolve(score, value, options)
-    name = choose(score, value, options, weights) if check_backend(backend) == "auto" else backend
+    name = choose_engine(score, value, options, weights) if automatic else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
     check_transforms(name)
-    if (
-        backend == "auto"
-        and not weights
-        and not torch.compiler.is_compiling()
-        and depends_on_call(score, name)
-    ):
-        return attend_by_choice
+    compiling = torch.compiler.is_compiling()
+    if automatic and not weights and not compiling and depends_on_call(score, name):
+        return attend_with_fastest
+    # Asked by function, not by name: tests and outsiders may replace the engine under the name.
     if ENGINES[name] is cpu.attend:
         return cpu.resolve(score, value, options)
-    attend = UNCHECKED.get(name, ENGINES[name]) if backend == "auto" else ENGINES[name]
-    return attend if weights else partial(without_weights, attend)
+    attend = UNCHECKED.get(name, ENGINES[name]) if automatic else ENGINES[name]
+    return attend if weights else partial(drop_weights, attend)
+
+
+def resolve_aggregation(
+    score: PairScore, value: Tensor, options: Options, backend: str, weights: bool
+) -> Callable:
+    """Return the function for calls with an `Aggregation`.
+
+    Arguments as in `resolve_engine`.
+    """
+    fits = backend == "cpu" or (backend == "auto" and prefers_decode_kernel(score, value, options))
+    layout = cpu.decodes(score, value, options) if fits and not weights else None
+    # Only the decoding kernel knows aggregations. All other engines average columns that are made
+    # beforehand.
+    if layout is None:
+        return partial(average_columns, partial(attention, backend=backend, weights=weights))
+    return partial(cpu.kernels.decode, layout)
 
 
 def average_columns(
     attend: Callable, score: PairScore, value: Tensor, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """A call with an `Aggregation`, by `attend(score, value, options) -> (output, weights or None)` without one."""
-    aggregation, width = options.aggregation, value.shape[-1]
+    """Compute a call with an `Aggregation` by an engine that only takes plain means.
+
+    Args:
+        attend: Function `(score, value, options) -> (output, weights or None)`; gets no
+            aggregation.
+        score, value, options: The call.
+
+    Returns:
+        The output [B, H, N, dv], and the weights or None.
+    """
+    aggregation = options.aggregation
     assert aggregation is not None
+    width = value.shape[-1]
     value = value.to(working_dtype(score.raw_query, score.raw_key, value))
     columns = aggregation.columns(value)
+    # A gate mixes the result with the plain mean: both are averaged in one pass over the weights.
     if aggregation.gate is not None:
         columns = torch.cat([repeat_heads(value, columns.shape[1]), columns], dim=-1)
     score = score.with_repeated_keys(columns.shape[1])
@@ -211,69 +294,78 @@ def average_columns(
     if aggregation.gate is None:
         return aggregation.finish(out, options.sinks is not None), weights
     mean = out[..., :width]
-    found = aggregation.finish(out[..., width:], options.sinks is not None)
-    return mean + aggregation.gate.to(mean.dtype)[:, None, None] * (found - mean), weights
+    aggregated = aggregation.finish(out[..., width:], options.sinks is not None)
+    gate = aggregation.gate.to(mean.dtype)[:, None, None]
+    return mean + gate * (aggregated - mean), weights
 
 
-def without_weights(attend: Callable, *call) -> tuple[Tensor, None]:
-    """An engine's output."""
+def drop_weights(attend: Callable, *call) -> tuple[Tensor, None]:
+    """Run an engine and return its output without the weights."""
     return attend(*call)[0], None
 
 
 def depends_on_call(score: PairScore, name: str) -> bool:
-    """Whether single calls of a kind go to different engines: by their lengths, or by what SDPA can do."""
+    """Return whether the lengths or masks of a call decide on its engine.
+
+    Args:
+        score: The pair score.
+        name: Engine that `choose_engine` returned for one call of this kind.
+    """
     return name in ("blockwise", "sdpa", "reference") or is_plain(score)
 
 
-def attend_by_choice(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
-    """The call by the engine that is the fastest for it."""
-    name = choose(score, value, options, False)
+def attend_with_fastest(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
+    """Choose an engine for this one call and run it."""
+    name = choose_engine(score, value, options, False)
     return UNCHECKED.get(name, ENGINES[name])(score, value, options)[0], None
 
 
-def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> str:
-    """The engine for `auto`: SDPA for a plain dot product, compiled tiles for all else; where they cannot serve, SDPA
-    for what it can add to a dot product, then blocks, or the whole matrix where that is faster to do (dense.py).
+def choose_engine(score: PairScore, value: Tensor, options: Options, weights: bool) -> str:
+    """Return the name of the engine that `auto` uses.
+
+    A plain dot product goes to SDPA and any other score to compiled tiles. Where no compiled engine
+    supports the call, SDPA takes scores that it can express as a dot product with a bias. The rest
+    goes to `blockwise`, or to `reference` if the whole matrix is faster (dense.py).
     """
-    if (
-        weights or is_exporting() or is_transformed()
-    ):  # of plain operators, a program too, which needs nothing of ours
+    # Exported programs must load without this package, and torch.func knows plain operators only.
+    if weights or is_exporting() or is_transformed():
         return "reference"
-    compiling = (
-        torch.compiler.is_compiling()
-    )  # no guard on lengths: a compiled or exported call serves all of them
-    size = 0 if compiling else math.prod(score.shape)
-    if decodes(score, value, options):
+    if prefers_decode_kernel(score, value, options):
         return "cpu"
-    if not compiling and size <= dense.COMPILED:  # nothing is built for a toy
+    # While compiling no length is read: that would add a guard, and one program serves all lengths.
+    compiling = torch.compiler.is_compiling()
+    # Before the engines are asked, because asking compiles their kernels. A toy-sized call is not
+    # worth that.
+    if not compiling and math.prod(score.shape) <= dense.COMPILED:
         return "reference"
     tiles = "cpu" if cpu.supports(score, value, options) else "blockwise"
     if triton.supports(score, value, options):
         tiles = "triton"
-    if compiling or (
-        tiles != "blockwise" and len(score.terms) > 1
-    ):  # faster than biases as columns
+    # Compiled tiles evaluate further terms faster than SDPA multiplies the extra columns for them.
+    if compiling or (tiles != "blockwise" and len(score.terms) > 1):
         return tiles
     if sdpa.supports(score, value, options):
         return "sdpa"
-    if tiles == "blockwise" and dense.pays(
-        score.shape, learns(score, value, options), compiled=False
-    ):
-        return "reference"
+    if tiles == "blockwise":
+        training = requires_backward(score, value, options)
+        if dense.is_fastest(score.shape, training, compiled=False):
+            return "reference"
     return tiles
 
 
-def decodes(score: PairScore, value: Tensor, options: Options) -> bool:
-    """Whether `auto` takes the kernel for a few queries."""
+def prefers_decode_kernel(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Return whether `auto` uses the CPU kernel for a few queries (a decoding step)."""
+    # A single term without a reader is left to SDPA, except where `any_rounding` allows the kernel.
     one_product = len(score.terms) == 1 and score.terms[0].reader is None
     large = not is_recorded() and math.prod(score.shape) > dense.DECODED
     return large and not one_product and cpu.decodes(score, value, options) is not None
 
 
-def tiles_pay(score: PairScore, value: Tensor, options: Options) -> bool:
-    """Whether compiled tiles compute a plain dot product faster than SDPA; its lengths are not asked while tracing."""
+def compiled_tiles_pay(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Return whether compiled CPU tiles compute a plain dot product faster than SDPA."""
     if not is_plain(score) or is_exporting() or torch.jit.is_tracing() or is_transformed():
         return False
+    # Lengths are not read while compiling, because reading them would add a guard.
     if not torch.compiler.is_compiling():
         size = math.prod(score.shape)
         if size > dense.DECODED and cpu.decodes(score, value, options) is not None:
@@ -284,15 +376,28 @@ def tiles_pay(score: PairScore, value: Tensor, options: Options) -> bool:
 
 
 def is_plain(score: PairScore) -> bool:
-    """Whether the score is the dot product and nothing else."""
+    """Return whether the score is the dot product and nothing else."""
     return len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
 
 
-def checked(options: Options, score: PairScore) -> Options:
-    """Options whose masks have four axes and the working dtype; additive ones are -inf where they hide."""
+def check_options(options: Options, score: PairScore) -> Options:
+    """Return options with checked shapes and the dtypes that engines expect.
+
+    Args:
+        options: Options of the caller.
+        score: Pair score of the call.
+
+    Returns:
+        Options with mask and bias [B|1, H|1, N|1, M|1] and sinks [H]. Floating-point tensors have
+        the score's dtype, and additive masks are -inf at hidden pairs.
+
+    Raises:
+        ValueError: A tensor that does not broadcast, or has a dtype that is not allowed.
+    """
     if options.mask is None and options.bias is None and options.sinks is None:
         return options
-    shape, dtype = score.shape, score.dtype
+    shape = score.shape
+    dtype = score.dtype
     heads = shape[1]
     mask = check_broadcast("attn_mask", options.mask, shape)
     if mask is not None and mask.dtype != torch.bool:

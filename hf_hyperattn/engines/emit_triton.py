@@ -1,6 +1,7 @@
-"""A score's Triton functions, value and derivative, written from the graph of the sum of its terms (trace.py).
+"""Write a score's Triton functions from the graph of its terms (trace.py).
 
-All numbers are float32 and broadcast against the tile, whichever way it lies. Nothing here imports Triton.
+All numbers are float32 and broadcast against the tile, also if the tile is transposed. This module
+does not import Triton.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .score import DistanceTerm, Term, parse_score_key
-from .trace import GRAD, LEAVES, Node, Traced, Untraceable, trace
+from .trace import GRAD, INDEXED, LEAVES, Node, Traced, Untraceable, trace_term
 
-#: Names that are not Triton's own are functions of triton/arithmetic.py.
+#: Functions without `tl.` are defined in triton/arithmetic.py, because Triton lacks them or is too
+#: inexact there.
 EXPRESSIONS = {
     "add": "{} + {}",
     "sub": "{} - {}",
@@ -47,25 +49,36 @@ EXPRESSIONS = {
 
 
 class SumOfTerms(Term):
-    """All terms of a score as one; the softcap, of a call that has one, is the last parameter."""
+    """All terms of a score as one term.
+
+    Args:
+        score_key: See `PairScore.score_key`.
+        capped: Whether the call has a softcap; it is the last parameter then.
+    """
 
     def __init__(self, score_key: str, capped: bool):
-        self.name, self.terms, self.capped = score_key, parse_score_key(score_key), capped
+        self.name = score_key
+        self.terms = parse_score_key(score_key)
+        self.capped = capped
         self.rows = sum(term.rows for term, *_ in self.terms)
         self.columns = sum(term.columns for term, *_ in self.terms)
         self.heads = sum(term.heads + gated for term, gated, _ in self.terms) + capped
 
-    def parts(self, row, column, head) -> Iterator[tuple]:
-        """Each term with its statistics and parameters, its gate or None, and whether it is capped."""
+    def split_numbers(self, row, column, head) -> Iterator[tuple]:
+        """Yield each term, its numbers, its gate or None, and whether it is capped."""
         rows, columns, heads = iter(row), iter(column), iter(head)
         for term, gated, caps in self.terms:
             counts = ((rows, term.rows), (columns, term.columns), (heads, term.heads))
-            numbers = [list(islice(of, n)) for of, n in counts]
-            yield term, numbers, next(heads) if gated else None, caps and self.capped
+            numbers = [list(islice(source, count)) for source, count in counts]
+            # The gate stands behind its term's parameters, as `serialize` puts it.
+            gate = next(heads) if gated else None
+            yield term, numbers, gate, caps and self.capped
 
     def logits(self, dot, row, column, head, squared_distance=None):
         total = 0
-        for term, numbers, gate, capped in self.parts(row, column, head):
+        for term, numbers, gate, capped in self.split_numbers(row, column, head):
+            # The kernel knows the distance already. `logits` would compute it from the product
+            # again.
             formula: Any = term.score if isinstance(term, DistanceTerm) else term.logits
             part = formula(dot, *numbers, squared_distance)
             if capped:
@@ -75,29 +88,28 @@ class SumOfTerms(Term):
 
 
 class SumWithDistance(SumOfTerms, DistanceTerm):
-    """The same, where one of them reads a squared distance."""
+    """All terms of a score as one term, if one of them reads a squared distance."""
 
     @property
-    def left_out(self) -> int:  # type: ignore[override]  # of a term it is a number
-        """That of the term that measures it."""
+    def left_out(self) -> int:  # type: ignore[override]  # a plain attribute in DistanceTerm
+        """Numbers at a vector's end that the distance does not read."""
         return next(term.left_out for term, *_ in self.terms if isinstance(term, DistanceTerm))
 
-    def measuring(self, row, column, head) -> tuple[DistanceTerm, list]:
-        """The term that does, and its numbers."""
-        return next(
-            part[:2] for part in self.parts(row, column, head) if isinstance(part[0], DistanceTerm)
-        )
+    def find_distance_term(self, row, column, head) -> tuple[DistanceTerm, list]:
+        """Return the term that reads the distance, and its numbers."""
+        parts = self.split_numbers(row, column, head)
+        return next(part[:2] for part in parts if isinstance(part[0], DistanceTerm))
 
     def by_product(self, dot, row, column, head):
-        term, numbers = self.measuring(row, column, head)
+        term, numbers = self.find_distance_term(row, column, head)
         return term.by_product(dot, *numbers)
 
     def is_inexact(self, squared_distance, row, column, head):
-        term, numbers = self.measuring(row, column, head)
+        term, numbers = self.find_distance_term(row, column, head)
         return term.is_inexact(squared_distance, *numbers)
 
     def factors(self, row, column, head):
-        term, numbers = self.measuring(row, column, head)
+        term, numbers = self.find_distance_term(row, column, head)
         return term.factors(*numbers)
 
     def score(self, dot, row, column, head, squared_distance):
@@ -105,69 +117,89 @@ class SumWithDistance(SumOfTerms, DistanceTerm):
 
 
 @lru_cache(maxsize=256)
-def traced(score_key: str, capped: bool) -> tuple[Traced | None, str | None]:
-    """The graph of a score, and why there is none."""
+def trace_score(score_key: str, capped: bool) -> tuple[Traced | None, str | None]:
+    """Return the graph of a score or None, and the reason why there is none or None.
+
+    Args:
+        score_key: See `PairScore.score_key`.
+        capped: Whether the call has a softcap.
+    """
     measures = sum(isinstance(term, DistanceTerm) for term, *_ in parse_score_key(score_key))
+    # The kernel holds one squared distance per pair.
     if measures > 1:
         return None, f"more than one term of {score_key} reads distances"
+    kind = SumWithDistance if measures else SumOfTerms
     try:
-        return trace((SumWithDistance if measures else SumOfTerms)(score_key, capped)), None
+        # Returned, not raised: the cache keeps results, but not exceptions.
+        return trace_term(kind(score_key, capped)), None
     except Untraceable as error:
         return None, str(error)
 
 
 class TritonWriter:
-    """Lines that compute nodes, each once."""
+    """Write the lines that compute nodes, each node once.
+
+    Args:
+        softcap: The node of the softcap, or None without one.
+    """
 
     def __init__(self, softcap: Node | None):
         self.softcap = softcap
         self.names: dict[Node, str] = {}
         self.lines: list[str] = []
 
-    def text(self, node: Node) -> str:
-        """A node's name, after the lines that it needs."""
+    def write_node(self, node: Node) -> str:
+        """Return an expression for a node, after adding the lines that it needs."""
         if node.op == "number":
-            number = (
-                repr(node.value) if abs(node.value) < float("inf") else f'float("{node.value}")'
-            )
+            # Python prints infinity as `inf`, which is no name in the emitted code.
+            finite = abs(node.value) < float("inf")
+            number = repr(node.value) if finite else f'float("{node.value}")'
             return f"({number})" if node.value < 0 else number
         if node is self.softcap:
             return "softcap"
         if node.op in LEAVES:
-            return f"{node.op}[{node.value}]" if node.op in ("row", "column", "head") else node.op
+            return f"{node.op}[{node.value}]" if node.op in INDEXED else node.op
         if node.op == "local":
             return str(node.value)
         if node.op == "detach":
-            return self.text(node.args[0])
+            return self.write_node(node.args[0])
         if node not in self.names:
-            arguments = [self.text(a) for a in node.args]
+            arguments = [self.write_node(a) for a in node.args]
             expression = EXPRESSIONS[node.op].format(*arguments)
-            if node.op == "where" and arguments[1] == arguments[2]:  # but for `detach`
+            # The graph folds equal branches, but a `detach` makes them different nodes with the
+            # same text.
+            if node.op == "where" and arguments[1] == arguments[2]:
                 return arguments[1]
-            if node.op == "div" and node.args[1].op == "sqrt":  # one instruction
-                root = f"tl.rsqrt({self.text(node.args[1].args[0])})"
-                expression = (
-                    root if node.args[0] is node.graph.number(1) else f"{arguments[0]} * {root}"
-                )
+            # A division by a root is one instruction on a GPU.
+            if node.op == "div" and node.args[1].op == "sqrt":
+                root = f"tl.rsqrt({self.write_node(node.args[1].args[0])})"
+                is_inverse = node.args[0] is node.graph.add_number(1)
+                expression = root if is_inverse else f"{arguments[0]} * {root}"
             self.names[node] = f"v{node.order}"
             self.lines.append(f"v{node.order} = {expression}")
         return self.names[node]
 
 
 class Emitted(NamedTuple):
-    """The Triton functions of a score, and which of its statistics and parameters have gradients.
+    """The Triton functions of a score, and the numbers that have gradients.
 
     Args:
-        texts: by their names,
-            score: from (dot, squared_distance, row, column, head, softcap) to the logits.
-            pull: from (grad, ...) and the same to the gradient of dot or None, tuples of those of the statistics of
-                rows and columns, and one of the slopes of the logits by the parameters. They are those by the product
-                form, wherever the distance was taken from.
-            by_product: from (dot, row, column, head) to the squared distance, where the score reads one.
-            is_inexact: from (squared_distance, row, column, head) to the pairs to take from differences, likewise.
-            factors: from (row, column, head) to what queries and keys are multiplied with for that, likewise.
-        rows, columns, heads: the places of what has gradients.
-        left_out: numbers at a vector's end that distances do not read.
+        texts: Functions by their names:
+
+            - `score` from (dot, squared_distance, row, column, head, softcap) to the logits.
+            - `pull` from (grad, dot, squared_distance, row, column, head, softcap) to four results:
+              the gradient of dot or None, tuples of the gradients of row and column statistics, and
+              a tuple of the slopes of the logits by the parameters. They go through the product
+              form, also for distances from differences.
+            - `by_product` from (dot, row, column, head) to the squared distance.
+            - `is_inexact` from (squared_distance, row, column, head) to the pairs to compute from
+              differences.
+            - `factors` from (row, column, head) to the factors of queries and keys for the
+              differences.
+
+            The last three exist only if the score reads a distance.
+        rows, columns, heads: Indices of the statistics and parameters that have gradients.
+        left_out: Numbers at a vector's end that distances do not read.
     """
 
     texts: dict[str, str]
@@ -178,50 +210,60 @@ class Emitted(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def emitted(score_key: str, capped: bool) -> Emitted:
-    """The Triton functions of a score that has a graph.
+def emit_functions(score_key: str, capped: bool) -> Emitted:
+    """Return the Triton functions of a score that `trace_score` can trace.
 
     Args:
-        score_key: see `PairScore.score_key`.
-        capped: whether there is a softcap.
+        score_key: See `PairScore.score_key`.
+        capped: Whether the call has a softcap.
     """
-    t, reason = traced(score_key, capped)
+    t, reason = trace_score(score_key, capped)
     assert t is not None, reason
-    g, numbers = t.graph, "row, column, head"
-    softcap = g.node("head", value=SumOfTerms(score_key, capped).heads - 1) if capped else None
-    by_grad, _ = t.through_logit(g.node("local", value=GRAD), masked=False)
-    by_one, _ = t.through_logit(g.number(1), masked=False)
-    learns = [n for n, d in by_grad.items() if n is not softcap and d is not g.number(0)]
-    rows, columns, heads = (
-        tuple(sorted(n.value for n in learns if n.op == op)) for op in ("row", "column", "head")
-    )
+    g = t.graph
+    numbers = "row, column, head"
+    softcap = None
+    if capped:
+        softcap = g.add_node("head", value=SumOfTerms(score_key, capped).heads - 1)
+    # Not masked: Triton kernels take all gradients through the product form.
+    by_grad, _ = t.through_logit(g.add_node("local", value=GRAD), masked=False)
+    by_one, _ = t.through_logit(g.add_number(1), masked=False)
+    # The softcap is a parameter in the graph only. A gradient of constant 0 needs no code.
+    learned = [n for n, d in by_grad.items() if n is not softcap and d is not g.add_number(0)]
+    rows, columns, heads = (tuple(sorted(n.value for n in learned if n.op == op)) for op in INDEXED)
 
-    def gradients(w: TritonWriter) -> str:
-        of = lambda op, source, at: listed(w.text(source[g.node(op, value=i)]) for i in at)
-        dot = w.text(by_grad[g.node("dot")]) if g.node("dot") in learns else "None"
-        return f"{dot}, {of('row', by_grad, rows)}, {of('column', by_grad, columns)}, {of('head', by_one, heads)}"
+    def write_gradients(w: TritonWriter) -> str:
+        def write_tuple(op: str, source: dict[Node, Node], places: tuple[int, ...]) -> str:
+            return format_tuple(w.write_node(source[g.add_node(op, value=i)]) for i in places)
+
+        dot = g.add_node("dot")
+        d_dot = w.write_node(by_grad[dot]) if dot in learned else "None"
+        d_row = write_tuple("row", by_grad, rows)
+        d_column = write_tuple("column", by_grad, columns)
+        d_head = write_tuple("head", by_one, heads)
+        return f"{d_dot}, {d_row}, {d_column}, {d_head}"
 
     texts: dict[str, str] = {}
 
-    def write(name: str, arguments: str, result: Callable[[TritonWriter], str]) -> None:
+    def write_function(name: str, arguments: str, result: Callable[[TritonWriter], str]) -> None:
         writer = TritonWriter(softcap)
         returned = result(writer)
-        texts[name] = (
-            "\n    ".join([f"def {name}({arguments}):", *writer.lines, f"return {returned}"]) + "\n"
-        )
+        lines = [f"def {name}({arguments}):", *writer.lines, f"return {returned}"]
+        texts[name] = "\n    ".join(lines) + "\n"
 
     pair = f"dot, squared_distance, {numbers}, softcap"
-    write("score", pair, lambda w: w.text(t.logit))
-    write("pull", f"grad, {pair}", gradients)
+    write_function("score", pair, lambda w: w.write_node(t.logit))
+    write_function("pull", f"grad, {pair}", write_gradients)
     if t.distance is not None:
-        by_product, is_inexact = t.distance.by_product, t.distance.is_inexact
-        write("by_product", f"dot, {numbers}", lambda w: w.text(by_product))
-        factors = t.distance.factors
-        write("is_inexact", f"squared_distance, {numbers}", lambda w: w.text(is_inexact))
-        write("factors", numbers, lambda w: listed(w.text(f) for f in factors))
-    return Emitted(texts, rows, columns, heads, 0 if t.distance is None else t.distance.left_out)
+        by_product, is_inexact, factors, _ = t.distance
+        write_function("by_product", f"dot, {numbers}", lambda w: w.write_node(by_product))
+        write_function(
+            "is_inexact", f"squared_distance, {numbers}", lambda w: w.write_node(is_inexact)
+        )
+        write_function("factors", numbers, lambda w: format_tuple(w.write_node(f) for f in factors))
+    left_out = 0 if t.distance is None else t.distance.left_out
+    return Emitted(texts=texts, rows=rows, columns=columns, heads=heads, left_out=left_out)
 
 
-def listed(expressions: Iterable[str]) -> str:
-    """A tuple display, also of none or one."""
+def format_tuple(expressions: Iterable[str]) -> str:
+    """Return the text of a tuple, with a comma after every element."""
     return "(" + "".join(f"{e}, " for e in expressions) + ")"

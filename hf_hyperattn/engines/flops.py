@@ -1,4 +1,7 @@
-"""FLOPs of the operators, as `torch.utils.flop_counter` counts those of SDPA: what the products of attention take."""
+"""Tell FLOP counters how many operations the attention operators take.
+
+The counts follow `torch.utils.flop_counter` for SDPA: only the products of attention count.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,24 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 def count_flops(operator, at: int = 0, backward: bool = False) -> None:
-    """Let FLOP counters know an operator of dense attention.
+    """Register the FLOP formula of dense attention for an operator.
 
     Args:
-        operator: what `torch.library.custom_op` made.
-        at: where its queries [B, H, N, d], keys [B, Hkv, M, d] and values [B, Hkv, M, dv] stand among its arguments:
-            the first of three arguments, or one list that begins with the three.
-        backward: whether it computes the gradients: five products in place of two.
+        operator: Result of `torch.library.custom_op`.
+        at: Index of the argument that holds queries [B, H, N, d], keys [B, Hkv, M, d] and values
+            [B, Hkv, M, dv]. It is either the first of three arguments or one list that begins with
+            the three. Default: the first argument.
+        backward: Whether the operator computes the gradients. Default: it computes the output.
     """
 
-    def flops(*arguments, out_shape=None, **_) -> int:
+    def count_products(*arguments, out_shape=None, **_) -> int:
         shapes = arguments[at : at + 3] if isinstance(arguments[at], Size) else arguments[at][:3]
-        (batch, heads, queries, width), (_, _, keys, _), (*_, value_width) = shapes
-        numbers = 3 * width + 2 * value_width if backward else width + value_width
-        return 2 * batch * heads * queries * keys * numbers
+        query, key, value = shapes
+        batch, heads, queries, width = query
+        pairs = batch * heads * queries * key[2]
+        # Forward: Q·K and W·V. Backward: Q·K again, then the gradients of W, V, Q and K; three of
+        # the five have width d.
+        numbers = 3 * width + 2 * value[-1] if backward else width + value[-1]
+        return 2 * pairs * numbers
 
-    register_flop_formula(operator._opoverload._overloadpacket)(flops)
+    register_flop_formula(operator._opoverload._overloadpacket)(count_products)

@@ -1,21 +1,24 @@
-"""Compiled kernels: what the wheel carries, and what is built of C++ sources on first use, kept, checked, and loaded.
+"""Load compiled kernels from the wheel, or compile C++ sources on first use.
 
-A wheel for Linux on x86-64 or AArch64 carries one library for each of its instruction sets in `LEVELS`; the best that
-the CPU has is loaded where it is, byte for byte, what the wheel's manifest says, and where the sources beside it are
-those that it was made of. All else is built on this machine.
+A wheel for Linux on x86-64 or AArch64 has one library for each instruction set in `LEVELS`. The
+best one for this CPU is loaded if it matches the wheel's manifest byte for byte, and if the
+installed sources match too. Everything else is compiled on this machine.
 
-For that a C++ compiler is enough: $CXX, else c++, g++ or clang++. A library is kept under a name that says all it
-depends on: its sources, the flags, and the instructions of this CPU (`-march=native`, or the wheel's level). Several
-processes may build at once: one builds, the others wait for it. Where nothing can be built, `load` logs one line and
-returns None, and callers take their plain way.
+Compiling needs only a C++ compiler: $CXX, else c++, g++ or clang++. The file name of a library
+contains a digest of everything it depends on: sources, flags, and the instructions of this CPU
+(`-march=native`, or the wheel's level). If several processes need the same library, one compiles it
+and the others wait. If nothing can be compiled, `load_library` logs one line and returns None, and
+callers use plain torch.
 
-A library runs with the rights of who loads it. So the directory that keeps them must be the user's own, and nobody else
-may write to it; and beside every library lies a SHA-256 of its name and content, without which it is built anew, not
-loaded.
+A library runs with the rights of the process that loads it. Therefore the cache directory must
+belong to the user and be writable only by the user. Each library has a file with the SHA-256 of its
+name and content; without a match it is compiled again.
 
-Environment: HF_HYPERATTN_NATIVE=0 turns compiled kernels off, =build builds all of them on this machine, and =v2, =v3,
-=v4, =v4_bf16 or =armv8 takes that instruction set; HF_HYPERATTN_BUILD_DIR says where they are kept (default:
-~/.cache/hf_hyperattn/native).
+Environment variables:
+
+- HF_HYPERATTN_NATIVE: 0 turns compiled kernels off, `build` compiles all of them on this machine,
+  and v2, v3, v4, v4_bf16 or armv8 selects that instruction set.
+- HF_HYPERATTN_BUILD_DIR: the cache directory (default: ~/.cache/hf_hyperattn/native).
 """
 
 from __future__ import annotations
@@ -39,47 +42,53 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 logger = logging.getLogger("hf_hyperattn")
-_logged: set[str] = set()  # the reasons for which libraries were not built
+_logged: set[str] = set()  # reasons for missing libraries that were logged already
 
-#: The environment variable that turns compiled kernels off, or says which are taken.
+#: Environment variable that turns compiled kernels off or selects them.
 SETTING = "HF_HYPERATTN_NATIVE"
-OFF, BUILD, ANY = ("0", "off", "false", "no"), "build", ("", "1", "on", "true", "yes", "auto")
+OFF = ("0", "off", "false", "no")
+BUILD = "build"
+ANY = ("", "1", "on", "true", "yes", "auto")
 
-#: Instruction sets: the flags that Linux tells of such CPUs, beside those of the sets before it in `OF_MACHINES`, and
-#: the compiler's.
+#: Instruction sets: the flags that /proc/cpuinfo lists for such CPUs, in addition to the flags of
+#: the sets before it in `OF_MACHINES`, and the compiler's flags.
 LEVELS = {
     "v2": ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", ["-march=x86-64-v2"]),
     "v3": ("abm avx avx2 bmi1 bmi2 f16c fma movbe xsave", ["-march=x86-64-v3"]),
     "v4": ("avx512bw avx512cd avx512dq avx512f avx512vl", ["-march=x86-64-v4"]),
     "v4_bf16": ("avx512_bf16", ["-march=x86-64-v4", "-mavx512bf16"]),
-    "armv8": ("", ["-march=armv8-a"]),  # of every AArch64 CPU that Linux runs on
+    "armv8": ("", ["-march=armv8-a"]),  # every AArch64 CPU that runs Linux
 }
-#: Those of each machine, the best last.
+#: Instruction sets of each machine, the best last.
 OF_MACHINES = {"x86_64": ("v2", "v3", "v4", "v4_bf16"), "aarch64": ("armv8",)}
 
-#: The package, which sources name their headers relative to, and what a wheel carries in it.
+#: Folder of the package; includes in sources are relative to it.
 PACKAGE = Path(__file__).parents[1]
+#: Libraries of the wheel.
 PREBUILT = PACKAGE / "engines" / "prebuilt"
 MANIFEST = PREBUILT / "manifest.json"
+MANIFEST_KEYS = {"names", "libraries", "sources", "fingerprint", "scores"}
 
-#: What is done instead, in a line of the log.
-AGAIN, PLAIN = (
-    "install the wheel again; until then kernels are built anew",
-    "the plain torch way is used",
-)
+#: Consequences, for the log.
+AGAIN = "install the wheel again; until then kernels are built anew"
+PLAIN = "the plain torch way is used"
+
+#: Longest reason in the log; errors of compilers can have thousands of characters.
+REASON_CHARACTERS = 240
 
 
 class Prebuilt(NamedTuple):
     """A library of the wheel.
 
     Args:
-        level: its instruction set, a key of `LEVELS`.
-        library: what exports the functions of all of `names`, and a function for each of `scores`.
-        names: of the libraries that it stands for.
-        scores: by what they are (engines/cpu/library.py), the function's name and its argument.
+        level: Its instruction set, a key of `LEVELS`.
+        library: The loaded library.
+        names: Names of the libraries that it replaces.
+        scores: Name of the exported function and its argument, by description of the score
+            (engines/cpu/library.py).
     """
 
     level: str
@@ -88,71 +97,79 @@ class Prebuilt(NamedTuple):
     scores: dict[str, tuple[str, int]]
 
 
-def setting() -> str:
-    """What HF_HYPERATTN_NATIVE says, in small letters."""
+def read_setting() -> str:
+    """Return the value of HF_HYPERATTN_NATIVE in lower case."""
     return os.environ.get(SETTING, "").strip().lower()
 
 
-def enabled() -> bool:
-    """Whether compiled kernels may be used at all: HF_HYPERATTN_NATIVE is not 0, off, false or no."""
-    return setting() not in OFF
+def is_enabled() -> bool:
+    """Return whether compiled kernels may be used.
+
+    They may, unless HF_HYPERATTN_NATIVE is 0, off, false or no.
+    """
+    return read_setting() not in OFF
 
 
 @functools.cache
-def levels() -> list[str]:
-    """The levels that this CPU has; none where that is not known. Every AArch64 CPU has the one there is."""
-    has: set[str] = set()
+def read_levels() -> list[str]:
+    """Return the instruction sets of this CPU, the best last.
+
+    The list is empty if they are unknown.
+    """
+    features: set[str] = set()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
-        has = set(next((line for line in info if line.startswith("flags")), "").split())
-    of_machine = OF_MACHINES.get(
-        platform.machine(), ()
-    )  # emulated ones read /proc/cpuinfo of the CPU that emulates
-    return list(itertools.takewhile(lambda name: set(LEVELS[name][0].split()) <= has, of_machine))
+        features = set(next((line for line in info if line.startswith("flags")), "").split())
+    # By machine: an emulated one reads the /proc/cpuinfo of the CPU that emulates it.
+    names = OF_MACHINES.get(platform.machine(), ())
+    return list(itertools.takewhile(lambda name: set(LEVELS[name][0].split()) <= features, names))
 
 
-def level() -> str | None:
-    """The level to take: what HF_HYPERATTN_NATIVE says, else the best that the wheel carries; None to build for this
-    very CPU.
+def choose_level() -> str | None:
+    """Return the instruction set to use, or None to compile for exactly this CPU.
+
+    HF_HYPERATTN_NATIVE selects it. The default is the best one that the wheel has.
 
     Raises:
-        ValueError: HF_HYPERATTN_NATIVE says nothing that is known, or a level that this CPU has not.
+        ValueError: HF_HYPERATTN_NATIVE has an unknown value, or names an instruction set that this
+            CPU lacks.
     """
-    wish = setting()
+    wish = read_setting()
     if wish in ANY:
-        return next(
-            (name for name in reversed(levels()) if name in manifest().get("libraries", ())), None
-        )
-    if wish != BUILD and wish not in levels():
-        allowed = ", ".join((OFF[0], ANY[1], BUILD, *levels()))
+        carried = read_manifest().get("libraries", ())
+        return next((name for name in reversed(read_levels()) if name in carried), None)
+    if wish == BUILD:
+        return None
+    if wish not in read_levels():
+        allowed = ", ".join((OFF[0], ANY[1], BUILD, *read_levels()))
         raise ValueError(f"{SETTING}={wish!r} is unknown or not of this CPU; allowed: {allowed}")
-    return wish if wish != BUILD else None
+    return wish
 
 
 @functools.cache
-def manifest() -> dict:
-    """What the wheel says of its libraries; empty where there are none, or where it is damaged, which is logged."""
+def read_manifest() -> dict:
+    """Return the wheel's description of its libraries.
+
+    The result is empty if there is none. A damaged one is logged and counts as none.
+    """
     if not MANIFEST.is_file():
         return {}
     with contextlib.suppress(OSError, ValueError):
-        said = json.loads(MANIFEST.read_text(encoding="utf-8"))
-        if isinstance(said, dict) and said.keys() >= {
-            "names",
-            "libraries",
-            "sources",
-            "fingerprint",
-            "scores",
-        }:
-            return said
+        manifest = json.loads(MANIFEST.read_text(encoding="utf-8"))
+        if isinstance(manifest, dict) and manifest.keys() >= MANIFEST_KEYS:
+            return manifest
     log_once(f"{MANIFEST} is damaged", AGAIN)
     return {}
 
 
-def prebuilt() -> Prebuilt | None:
-    """The wheel's library for this CPU; None where it has none, or that is not what it should be, which is logged."""
-    if not enabled() or setting() == BUILD:
+def load_prebuilt() -> Prebuilt | None:
+    """Return the wheel's library for this CPU, or None if there is none.
+
+    A library that does not match the manifest is logged and not loaded.
+    """
+    if not is_enabled() or read_setting() == BUILD:
         return None
     try:
-        return _open_prebuilt(level())
+        return _open_prebuilt(choose_level())
     except (ValueError, OSError) as error:
         log_once(str(error), AGAIN if isinstance(error, OSError) else PLAIN)
         return None
@@ -160,48 +177,54 @@ def prebuilt() -> Prebuilt | None:
 
 @functools.cache
 def _open_prebuilt(name: str | None) -> Prebuilt | None:
-    said = manifest()
-    if name is None or name not in said.get("libraries", ()):
+    manifest = read_manifest()
+    if name is None or name not in manifest.get("libraries", ()):
         return None
     library = PREBUILT / f"{name}.so"
-    if fingerprint(said["sources"]) != said["fingerprint"]:
+    # Sources first: after an edit of the installed sources, the library is intact but computes
+    # something else.
+    if hash_sources(manifest["sources"]) != manifest["fingerprint"]:
         log_once(
             f"the installed sources are not those that {library} was made of",
             "kernels are built anew",
         )
-    elif hashlib.sha256(library.read_bytes()).hexdigest() != said["libraries"][name]:
+        return None
+    if hashlib.sha256(library.read_bytes()).hexdigest() != manifest["libraries"][name]:
         log_once(f"{library} is damaged", AGAIN)
-    else:
-        return Prebuilt(name, ctypes.CDLL(str(library)), said["names"], said["scores"])
-    return None
+        return None
+    return Prebuilt(
+        level=name,
+        library=ctypes.CDLL(str(library)),
+        names=manifest["names"],
+        scores=manifest["scores"],
+    )
 
 
-def fingerprint(sources: Iterable[str]) -> str:
-    """SHA-256 of files of the package, by their paths in it."""
+def hash_sources(sources: Iterable[str]) -> str:
+    """Return the SHA-256 of files of the package, given by their paths in it."""
     digest = hashlib.sha256()
     for source in sources:
         path = PACKAGE / source
-        digest.update(
-            f"{source}\0".encode() + (path.read_bytes() if path.is_file() else b"") + b"\0"
-        )
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{source}\0".encode() + content + b"\0")
     return digest.hexdigest()
 
 
 def build_directory() -> Path:
-    """Where libraries are kept."""
+    """Return the cache directory of libraries."""
     chosen = os.environ.get("HF_HYPERATTN_BUILD_DIR")
     if chosen:
         return Path(chosen).expanduser()
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_hyperattn" / "native"
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "hf_hyperattn" / "native"
 
 
 def private_directory() -> Path:
-    """The directory of libraries, made where it is missing, for this user alone.
+    """Return the cache directory, created for this user only if it is missing.
 
     Raises:
-        OSError: it cannot be made, or it is a link, another user's, or one that others may write to.
+        OSError: It cannot be created, is a link, belongs to another user, is writable by others, or
+            forbids execution.
     """
     directory = build_directory()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +243,11 @@ def private_directory() -> Path:
 
 
 def open_to_others(path: Path) -> str | None:
-    """Why what lies at a path need not be this user's work; None where nobody else can have written it."""
+    """Return why another user may have written a file or directory.
+
+    None if only this user can have written it.
+    """
+    # Without following links: the target of a link may change between this check and the load.
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"
@@ -233,23 +260,31 @@ def open_to_others(path: Path) -> str | None:
     return None
 
 
-def flags() -> list[str]:
-    """Flags of the compiler, for the very CPU it runs on, or for the level of what is loaded beside."""
-    name = level()
-    native = [
-        "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
-    ]
-    return flags_for(native if name is None else LEVELS[name][1])
+def compiler_flags() -> list[str]:
+    """Return the compiler's flags for the chosen instruction set.
+
+    If none is chosen, they are for exactly this CPU.
+    """
+    level = choose_level()
+    if level is not None:
+        return flags_for(LEVELS[level][1])
+    x86 = platform.machine() in ("x86_64", "AMD64", "i686")
+    return flags_for(["-march=native" if x86 else "-mcpu=native"])
 
 
 def flags_for(tuned: Sequence[str]) -> list[str]:
-    """Flags of the compiler: fast arithmetic that still knows infinities, for the CPUs that `tuned` says."""
+    """Return the compiler's flags.
+
+    Args:
+        tuned: Flags that select the CPU.
+    """
     return [
         "-O3",
         "-std=c++20",
         "-fPIC",
         *tuned,
         "-fopenmp",
+        # Fast arithmetic, but hidden logits are -inf, so infinities must survive.
         "-ffast-math",
         "-fno-finite-math-only",
         "-Wno-psabi",
@@ -257,8 +292,11 @@ def flags_for(tuned: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def cpu() -> str:
-    """What the CPU is and can do; a library runs only where this is the same."""
+def describe_cpu() -> str:
+    """Return the model and features of the CPU.
+
+    A library only runs on CPUs where they are the same.
+    """
     info = Path("/proc/cpuinfo")
     if info.exists():
         features = re.findall(
@@ -269,118 +307,147 @@ def cpu() -> str:
 
 
 def library_name(name: str, sources: Sequence[Path | str]) -> str:
-    """`name` with a digest of everything the built library depends on."""
+    """Return `name` with a digest of everything that the library depends on."""
     digest = hashlib.sha256()
-    for part in (cpu(), *flags()):
+    for part in (describe_cpu(), *compiler_flags()):
         digest.update(part.encode() + b"\0")
     for source in sources:
-        digest.update((source.encode() if isinstance(source, str) else source.read_bytes()) + b"\0")
+        content = source.encode() if isinstance(source, str) else source.read_bytes()
+        digest.update(content + b"\0")
     return f"{name}_{digest.hexdigest()[:16]}"
 
 
 @functools.cache
-def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
-    """The library made of these sources, the wheel's or built if need be; None where that fails, after one line in the
-    log for each reason: of many libraries that lack a compiler, the first says so.
+def load_library(name: str, *sources: Path | str) -> ctypes.CDLL | None:
+    """Return the library of these sources, compiled if necessary.
+
+    It comes from the wheel or from the cache.
 
     Args:
-        name: an identifier, part of the file's name.
-        sources: C++ files, which export `extern "C"` functions, and the headers they include; a string is C++ text.
+        name: An identifier, part of the file name.
+        sources: C++ files that export `extern "C"` functions, and headers that they include. A
+            string is C++ text.
+
+    Returns:
+        The loaded library, or None if that fails. Each reason is logged once, for the first library
+        that it affects.
     """
-    if not enabled():
+    if not is_enabled():
         return None
     try:
-        carried = prebuilt()
+        carried = load_prebuilt()
         if carried is not None and name in carried.names:
             return carried.library
-        return ctypes.CDLL(str(built(name, sources).absolute()))
-    except Exception as error:  # whatever a compiler, a file system or a loader can do wrong
-        log_once(reason(error), PLAIN, f"{name} is not compiled (%s)")
+        return ctypes.CDLL(str(build_library(name, sources).absolute()))
+    # Anything: compilers, file systems and loaders fail in many ways, and attention must run
+    # without kernels.
+    except Exception as error:
+        log_once(summarize_error(error), PLAIN, f"{name} is not compiled (%s)")
         return None
 
 
 def log_once(why: str, instead: str, what: str = "%s") -> None:
-    """One line in the log for each reason."""
+    """Log one line for each reason.
+
+    Args:
+        why: The reason.
+        instead: What is done instead.
+        what: Text with %s for the reason. Default: only the reason.
+    """
     if why not in _logged:
         _logged.add(why)
         logger.warning(f"hf_hyperattn: {what}; %s", why, instead)
 
 
-def reason(error: Exception) -> str:
-    """What went wrong, in one short line: the compiler's own first error where there is one."""
+def summarize_error(error: Exception) -> str:
+    """Return an error in one short line: the compiler's first error, if there is one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    first = next(
-        (line for line in lines if " error: " in line and "ld returned" not in line), lines[0]
-    )
-    return first if len(first) <= 240 else first[:240] + "..."
+    errors = [line for line in lines if " error: " in line and "ld returned" not in line]
+    first = errors[0] if errors else lines[0]
+    return first if len(first) <= REASON_CHARACTERS else first[:REASON_CHARACTERS] + "..."
 
 
-def built(name: str, sources: Sequence[Path | str]) -> Path:
-    """The path of the library; builds it where it is not there yet, or is not what was built.
+def build_library(name: str, sources: Sequence[Path | str]) -> Path:
+    """Return the path of a library; compile it if it is missing or damaged.
+
+    Args:
+        name, sources: As in `load_library`.
 
     Raises:
-        RuntimeError, OSError: no compiler, a source that it refuses, no directory of the user's own.
+        RuntimeError: No compiler, or a source that does not compile.
+        OSError: No private directory for libraries.
     """
     library = private_directory() / f"{library_name(name, sources)}.so"
     if not is_intact(library):
-        with locked(library.with_suffix(".lock")):
+        with hold_lock(library.with_suffix(".lock")):
+            # Another process may have compiled it while this one waited for the lock.
             if not is_intact(library):
-                _build(sources, library)
+                _compile_into_place(sources, library)
     return library
 
 
-def checksum(library: Path) -> str:
-    """SHA-256 of a library's name, which stands for its sources, and its content."""
+def hash_library(library: Path) -> str:
+    """Return the SHA-256 of a library's content and name.
+
+    The name stands for its sources.
+    """
     return hashlib.sha256(library.name.encode() + b"\0" + library.read_bytes()).hexdigest()
 
 
 def is_intact(library: Path) -> bool:
-    """Whether a library is there, byte for byte as it was built, and nobody else may write to it or its checksum."""
+    """Return whether a library is as it was compiled.
+
+    Only this user may have write access to it and its checksum.
+    """
     proof = library.with_suffix(".sha256")
     try:
         if open_to_others(library) or open_to_others(proof):
             return False
-        return proof.read_text(encoding="ascii") == checksum(library)
+        return proof.read_text(encoding="ascii") == hash_library(library)
     except (OSError, ValueError):
         return False
 
 
-def _build(sources: Sequence[Path | str], library: Path) -> None:
-    """Build in a directory of its own, and move the result in place, in one step for each file."""
-    compiler()  # or its error, before anything is said or made
+def _compile_into_place(sources: Sequence[Path | str], library: Path) -> None:
+    """Compile in a temporary directory and move the result in place.
+
+    Each file is moved in one step.
+    """
+    # Raises without a compiler, before a line is printed or a directory is made.
+    find_compiler()
     for left in library.parent.glob(f"{library.stem}.*"):
-        if (
-            left.is_dir() and os.name == "posix"
-        ):  # of one that was killed: the lock on this name is ours
+        # Left by a process that was killed: this process holds the lock for the name, so no other one uses it.
+        if left.is_dir() and os.name == "posix":
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}.") as place:
         made = Path(place) / library.name
-        files = [
-            source for source in sources if isinstance(source, Path) and source.suffix == ".cpp"
-        ]
-        for text in (source for source in sources if isinstance(source, str)):
+        files = [s for s in sources if isinstance(s, Path) and s.suffix == ".cpp"]
+        for text in (s for s in sources if isinstance(s, str)):
             files.append(Path(place) / f"text_{len(files)}.cpp")
             files[-1].write_text(text, encoding="utf-8")
         with progress_line(library):
             compile_library(files, made)
         if not made.is_file():
-            raise RuntimeError(f"{compiler()[0]} ended without an error and made no library")
-        ctypes.CDLL(str(made.absolute()))  # what cannot be loaded is not kept
+            raise RuntimeError(f"{find_compiler()[0]} ended without an error and made no library")
+        # Loading proves that the library works. If it raises, nothing is kept.
+        ctypes.CDLL(str(made.absolute()))
         proof = made.with_suffix(".sha256")
-        proof.write_text(checksum(made), encoding="ascii")
+        proof.write_text(hash_library(made), encoding="ascii")
         made.chmod(0o700)
         proof.chmod(0o600)
+        # The checksum last: until it is there, the library does not count as intact.
         os.replace(made, library)
         os.replace(proof, library.with_suffix(".sha256"))
 
 
 @contextlib.contextmanager
 def progress_line(library: Path) -> Iterator[None]:
-    """One line on stderr while a library is being built; none where warnings of the package are turned off."""
-    start, loud = (
-        time.perf_counter(),
-        logger.isEnabledFor(logging.WARNING) and sys.stderr is not None,
-    )
+    """Print one line to stderr while a library is compiled.
+
+    Nothing is printed if warnings of the package are off.
+    """
+    start = time.perf_counter()
+    loud = logger.isEnabledFor(logging.WARNING) and sys.stderr is not None
     if loud:
         name = library.name.rpartition("_")[0]
         line = f"hf_hyperattn: compiling {name} for this CPU, once, into {library.parent} ..."
@@ -392,70 +459,79 @@ def progress_line(library: Path) -> Iterator[None]:
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
-def compiler() -> list[str]:
-    """The C++ compiler as the beginning of a command: $CXX, else the first of c++, g++ and clang++ there is, on PATH or
-    beside this interpreter, whose environment need not be activated.
+def find_compiler() -> list[str]:
+    """Return the C++ compiler as the beginning of a command.
+
+    It is $CXX, else the first of c++, g++ and clang++ on PATH or next to this Python interpreter,
+    whose environment need not be activated.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: There is none.
     """
     chosen = shlex.split(os.environ.get("CXX", ""))
+    beside_python = str(Path(sys.executable).parent)
     for command in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
-        path = shutil.which(command[0]) or shutil.which(
-            command[0], path=str(Path(sys.executable).parent)
-        )
+        path = shutil.which(command[0]) or shutil.which(command[0], path=beside_python)
         if path is not None:
             return [path, *command[1:]]
     raise RuntimeError(f"no C++ compiler {(chosen or ['c++'])[0]!r}; install one, or set CXX")
 
 
 def compile_library(sources: Sequence[Path], library: Path, more: Sequence[str] = ()) -> None:
-    """Compile C++ files, all at once, into a shared library; object files are left beside it.
+    """Compile C++ files in parallel and link them into a shared library.
 
     Args:
-        more: flags to add in compiling and linking, such as `-fsanitize=address`.
+        sources: The C++ files.
+        library: Path of the library. Object files are left in its folder.
+        more: Further flags for compiling and linking, such as `-fsanitize=address`. Default: none.
 
     Raises:
-        RuntimeError: no compiler, or what it said against a source.
+        RuntimeError: No compiler, or its errors.
     """
     objects = [library.with_name(f"{source.stem}.o") for source in sources]
-    headers = [
-        "-iquote",
-        str(PACKAGE),
-    ]  # no part of a library's name: paths of an installation change nothing
-    _run(
+    # Not in `compiler_flags`: the path of the installation must not change a library's name.
+    headers = ["-iquote", str(PACKAGE)]
+    _run_compiler(
         [
-            [*flags(), *headers, *more, "-c", str(s), "-o", str(o)]
-            for s, o in zip(sources, objects, strict=True)
+            [*compiler_flags(), *headers, *more, "-c", str(source), "-o", str(made)]
+            for source, made in zip(sources, objects, strict=True)
         ]
     )
-    # not linked with -ffast-math, which would turn denormal numbers off in the whole process
-    _run([["-shared", *map(str, objects), "-fopenmp", *more, "-o", str(library)]])
+    # Linking with -ffast-math would turn denormal numbers off in the whole process.
+    _run_compiler([["-shared", *map(str, objects), "-fopenmp", *more, "-o", str(library)]])
 
 
-def _run(calls: list[list[str]]) -> None:
-    """Call the compiler with each list of arguments, at the same time."""
-    options: Any = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-    }
+def _run_compiler(calls: list[list[str]]) -> None:
+    """Run the compiler in parallel, once for each list of arguments."""
     running = [
-        subprocess.Popen([*compiler(), *call], text=True, errors="replace", **options)
+        subprocess.Popen(
+            [*find_compiler(), *call],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         for call in calls
     ]
-    said = [process.communicate()[0] for process in running]
-    for process, text in zip(running, said, strict=True):
+    # All are read to their end before any error is raised, so that no compiler is left running.
+    outputs = [process.communicate()[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
         if process.returncode:
-            raise RuntimeError(text.strip() or f"{compiler()[0]} ended with {process.returncode}")
+            reason = f"{find_compiler()[0]} ended with {process.returncode}"
+            raise RuntimeError(output.strip() or reason)
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock among processes; it goes when its holder does, however that ends."""
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold a lock among processes.
+
+    The system releases it when the process ends, even if it is killed.
+    """
     try:
         import fcntl
-    except ImportError:  # Windows: two may build the same, and the later one wins
+    except ImportError:
+        # Windows: two processes may compile the same library. The later one replaces the other's.
         yield
         return
     with open(path, "w") as file:

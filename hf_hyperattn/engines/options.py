@@ -1,4 +1,7 @@
-"""What an attention call asks of an engine besides the score: masks, causality, windows, caps, sinks, dropout."""
+"""Settings of an attention call besides the score, such as masks and softcap.
+
+The functions below say which pairs of queries and keys these settings hide.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +12,52 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: An additive mask hides a pair where it adds this or less. It holds for the lowest number of every dtype and for the
-#: -10000 of older models, which bfloat16 rounds to -9984 and which may have a bias added.
+#: An additive mask hides a pair if it adds this or less. The bound covers the lowest number of
+#: every dtype. It also covers the -10000 of older models, which bfloat16 rounds to -9984, with a
+#: small bias added.
 HIDDEN = -9_900.0
 
 
 def read_visible(mask: Tensor) -> Tensor:
-    """Return bool, True where a mask hides nothing: the one place that says what an additive mask hides."""
-    # NaN is visible, so that it spreads and is noticed.
+    """Return a bool mask that is True at visible pairs.
+
+    This is the only place that defines which pairs an additive mask hides.
+    """
+    # NaN counts as visible, so that it spreads to the output and is noticed.
     return mask if mask.dtype == torch.bool else ~(mask <= HIDDEN)
 
 
 def hide_with_infinity(mask: Tensor) -> Tensor:
-    """Return an additive mask with -inf wherever it hides; a bool mask as it is.
+    """Return an additive mask with -inf at hidden pairs, or a bool mask unchanged.
 
-    A query whose keys are all at -1e4 then sees nothing, as under a bool mask. With the numbers as they came, softmax
-    would give it the mean of all values.
+    A query whose keys are all at -1e4 then sees nothing, as under a bool mask. Without -inf,
+    softmax would return the mean of all values for it.
     """
     return mask if mask.dtype == torch.bool else mask.masked_fill(mask <= HIDDEN, float("-inf"))
 
 
 @dataclass(frozen=True, eq=False)
 class Aggregation:
-    """An average of values that is no plain mean: of columns that are made of them, of which the result is made.
+    """An average of values that is not a plain mean, such as the Einstein midpoint.
 
-    Engines that read each key and value once make the columns on the way, as two readers (score.py) say. `<name> lift`
-    takes the sum of a value's squares; from it come what the value is multiplied with before it is averaged, and
-    numbers to average beside it. `<name> land` takes the sum of the squares of that average, the averaged numbers, and
-    the sum of the weights, which sinks leave below 1; from them comes what the average is multiplied with.
+    It averages columns that are made from the values, and makes the result from the averaged
+    columns. Engines that read each key and value once use two readers (score.py) instead of
+    `columns` and `finish`:
+
+    - `<name> lift` reads the sum of a value's squares. It returns the factor for the value, and
+      more numbers to average.
+    - `<name> land` reads the sum of squares of the averaged value, the averaged numbers, and the
+      sum of the weights. That sum is below 1 if there are sinks. It returns the factor for the
+      averaged value.
 
     Args:
-        name: of the two readers.
-        columns: from values [B, Hkv, M, dv] in the working dtype to [B, Hkv or H, M, e].
-        finish: from the averaged columns [B, H, N, e], and whether there are sinks, to the result [B, H, N, dv].
-        parameters: what the readers take: numbers, or tensors [H] or [1].
-        gate: [H], how much of the result there is beside the mean, which gets 1 - gate; None for all.
+        name: Prefix of the names of the two readers.
+        columns: Function from values [B, Hkv, M, dv] in the working dtype to columns [B, Hkv or H,
+            M, e].
+        finish: Function from averaged columns [B, H, N, e], and whether there are sinks, to the
+            result [B, H, N, dv].
+        parameters: Parameters of the readers: numbers, or tensors [H] or [1].
+        gate: Share of the result [H]; the plain mean gets 1 - gate. Default None: no mean.
     """
 
     name: str
@@ -55,21 +69,25 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Options:
-    """Everything an engine must honour. The parts that hide pairs intersect.
+    """Settings that every engine must honour.
+
+    A pair is visible if mask, causality and window all allow it.
 
     Args:
-        mask: bool (True = take part) or additive float, broadcastable to [B, H, N, M]; None hides nothing. An additive
-            mask hides where it adds `HIDDEN` or less.
-        bias: an additive term of the logits, broadcastable to [B, H, N, M], such as T5's relative positions.
-        is_causal: key j is visible to query i where j <= i (top-left, as in torch's SDPA).
-        window: key j is visible to query i where i - j < window, and where not causal also j - i < window.
-        offset: position of query 0 among the keys, for `is_causal` and `window`.
-        softcap: c · tanh(S / c) on the first piece of the score, and on those that take its place.
-        sinks: one extra logit per query head [H] that takes part in the softmax and has no value.
-        dropout_p: probability that a weight is dropped, in [0, 1).
-        aggregation: how values are averaged; None for their mean. Engines that do not know it never see it.
-        any_rounding: whether `auto` may compute a plain dot product by another kernel than SDPA where that is faster:
-            its last digits differ.
+        mask: Bool (True = visible) or additive float, broadcastable to [B, H, N, M]. An additive
+            mask hides a pair if it adds `HIDDEN` or less. Default None hides nothing.
+        bias: Additive term of the logits, broadcastable to [B, H, N, M], such as T5's relative
+            positions.
+        is_causal: Show key j to query i only if j <= i (top-left alignment, as in torch's SDPA).
+        window: Show key j to query i only if i - j < window and, if not causal, j - i < window.
+        offset: Position of query 0 among the keys, for `is_causal` and `window`.
+        softcap: Cap c of c · tanh(S / c), for the first term of the score and terms with `capped`.
+        sinks: One extra logit per query head [H] that is in the softmax but has no value.
+        dropout_p: Probability that a weight is dropped, in [0, 1).
+        aggregation: Average of the values; None (default) for their mean. Engines that do not
+            support it never get it.
+        any_rounding: Allow `auto` to compute a plain dot product by a faster kernel than SDPA, with
+            other last digits.
     """
 
     mask: Tensor | None = None
@@ -87,13 +105,24 @@ class Options:
 def check_broadcast(
     name: str, tensor: Tensor | None, shape: tuple[int, int, int, int]
 ) -> Tensor | None:
-    """`tensor` with four axes, or an error if it does not broadcast to `shape` = (B, H, N, M)."""
+    """Return a mask or bias with four axes.
+
+    Args:
+        name: Name of the argument, for errors.
+        tensor: The mask or bias, or None.
+        shape: Shape (B, H, N, M) of the logits.
+
+    Raises:
+        ValueError: The tensor has another dtype than bool or floating point, or does not broadcast
+            to `shape`.
+    """
     if tensor is None:
         return None
     if tensor.dtype != torch.bool and not tensor.is_floating_point():
         raise ValueError(
             f"{name} has dtype {tensor.dtype}; allowed: bool (True = take part) or floating point (added)"
         )
+    # From the last axis on, as in broadcasting. `strict=False`: leading axes may be missing.
     fits = tensor.dim() <= 4 and all(
         a in (1, b) for a, b in zip(reversed(tensor.shape), reversed(shape), strict=False)
     )
@@ -108,7 +137,18 @@ def check_broadcast(
 def position_mask(
     options: Options, rows: tuple[int, int], columns: tuple[int, int], device
 ) -> Tensor | None:
-    """Bool of what causality and the window leave visible of rows and columns [start, stop); None if everything is."""
+    """Return which pairs causality and the window show.
+
+    Args:
+        options: The settings; masks are ignored.
+        rows: Queries [start, stop).
+        columns: Keys [start, stop).
+        device: Device of the result.
+
+    Returns:
+        Bool [rows, columns], or None if every pair is visible.
+    """
+    # None instead of all True, so that callers skip the masking.
     if not options.is_causal and options.window is None:
         return None
     i = torch.arange(*rows, device=device)[:, None]
@@ -116,11 +156,21 @@ def position_mask(
 
 
 def visible_pairs(options: Options, i: Tensor, j: Tensor) -> Tensor | None:
-    """The same of queries i and keys j, int64 that broadcast; None if everything is visible."""
+    """Return which pairs causality and the window show, for given queries and keys.
+
+    Args:
+        options: The settings; masks are ignored.
+        i: Numbers of queries, int64.
+        j: Numbers of keys, int64; broadcasts against `i`.
+
+    Returns:
+        Bool of the broadcast shape, or None if every pair is visible.
+    """
     if not options.is_causal and options.window is None:
         return None
     i = i + options.offset
     visible = (j <= i) if options.is_causal else torch.ones_like(i - j, dtype=torch.bool)
+    # A causal window only looks back, because later keys are hidden already.
     if options.window is not None:
         visible = visible & (i - j < options.window)
         if not options.is_causal:
@@ -129,24 +179,39 @@ def visible_pairs(options: Options, i: Tensor, j: Tensor) -> Tensor | None:
 
 
 def key_range(options: Options, rows: range, keys: int) -> range:
-    """The keys that some query of `rows` can see, by causality and the window alone."""
+    """Return the keys that at least one query sees, by causality and the window only.
+
+    Args:
+        options: The settings; masks are ignored.
+        rows: The queries.
+        keys: Number M of keys of the call.
+    """
+    # The first row sees farthest back, and the last row sees farthest ahead.
     start, stop = 0, keys
     if options.window is not None:
         start = max(0, rows.start + options.offset - options.window + 1)
         stop = min(keys, rows.stop - 1 + options.offset + options.window)
     if options.is_causal:
         stop = min(keys, rows.stop + options.offset)
-    return range(min(start, keys), max(stop, min(start, keys)))
+    # An offset may put all rows before the first key or behind the last: the range is empty then,
+    # never reversed.
+    start = min(start, keys)
+    return range(start, max(stop, start))
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Autocast switched off where it is on: it rounds products, and a midpoint's columns leave float16's range."""
+    """Return a context without autocast.
+
+    Autocast would round products, and the columns of a midpoint exceed the range of float16.
+    """
     kind = device.type
+    # In this order: torch raises an error if a device without autocast is asked.
     on = has_autocast(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
-@torch.compiler.assume_constant_result  # needless from torch 2.13 on, whose compiler reads this question itself
+# torch 2.13 and later can trace this question; earlier compilers need the answer as a constant.
+@torch.compiler.assume_constant_result
 def has_autocast(kind: str) -> bool:
-    """Whether devices of this type know autocast at all ("meta" does not)."""
+    """Return whether devices of this type support autocast; "meta" does not."""
     return torch.amp.is_autocast_available(kind)

@@ -1,8 +1,8 @@
-"""The pair-score contract: all that an engine knows about a mechanism.
+"""Define the pair score: everything that an engine knows about a mechanism.
 
-An engine computes softmax(S)·V without ever seeing a mechanism. What it sees is a `PairScore`: features whose dot
-product it forms tile by tile, and one or more *terms*, each a `Term` (cheap arithmetic on a tile) with the per-row,
-per-column and per-head numbers that it reads. The logit of a pair is the sum of the terms:
+An engine computes softmax(S)·V for a `PairScore`. That is a pair of features, whose dot product the
+engine forms tile by tile, and one or more terms. Each `Term` is cheap arithmetic on a tile, with
+the numbers per row, column and head that it reads. The logit of a pair is the sum of the terms:
 
     S_ij = term_0(q̂_i · k̂_j, row_i, column_j, head) + gate_1 · term_1(...) + ...
 
@@ -21,23 +21,23 @@ from torch import Tensor
 
 from ..attached import attach, attached_to
 from ..readable import is_exporting, is_forward_mode, is_transformed
-from .graph_torch import graph_of, vjp
+from .graph_torch import evaluate_with_vjp, graph_of
 from .options import Options
 
-#: All terms by name. An engine's custom operator carries a score as the names of its terms, since an operator's
+#: All terms by name. Custom operators get a score as the names of its terms, because their
 #: arguments can be tensors, numbers and strings, but not functions.
 TERMS: dict[str, Term] = {}
 
 
 class Numbers(NamedTuple):
-    """What a term reads beside the product.
+    """Numbers that a term reads besides the product.
 
     Args:
-        row: statistics of queries, each [B, H, N].
-        column: statistics of keys, each [B, H, M] or, where they do not differ within a group, [B, Hkv, M].
-        head: parameters of query heads, each [H].
-        factors: of a score that has its own features: a factor per query [B, H, N] and per key [B, Hkv, M] by which
-            the vectors are these.
+        row: Statistics of queries, each [B, H, N].
+        column: Statistics of keys, each [B, H, M], or [B, Hkv, M] if they are equal within a group.
+        head: Parameters of query heads, each [H].
+        factors: For a score with its own features: one factor per query [B, H, N] and per key [B,
+            Hkv, M]. Vectors times factors are the features.
     """
 
     row: Sequence[Tensor] = ()
@@ -46,21 +46,23 @@ class Numbers(NamedTuple):
     factors: tuple[Tensor, Tensor] | None = None
 
 
-#: Squared distances from differences, see `Term`.
+#: Computes squared distances from differences, see `Term`.
 SquaredDistances = Callable[[Tensor | None], Tensor]
 
 
 class Term:
-    """Arithmetic on one tile of pairs; holds no tensors.
+    """Arithmetic on one tile of pairs, without tensors of its own.
 
-    Shapes inside a tile: `dot` is [..., R, C], row statistics are [..., R, 1], column statistics [..., 1, C], head
-    parameters [..., 1, 1]; everything broadcasts. `squared_distance`, where there is one, is a function from chosen
-    pairs, bool [..., R, C], or None for all of them, to the squared distances of their points, computed from
-    differences, and NaN for the others: for pairs whose expansion of the distance through `dot` is too inexact.
+    Shapes in a tile: `dot` is [..., R, C], row statistics are [..., R, 1], column statistics [...,
+    1, C], and head parameters [..., 1, 1]. Everything broadcasts.
 
-    Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. Compiled engines write their form of it,
-    and of its derivative, from `logits`, if that is plain arithmetic (engines/trace.py says what is). Terms override
-    `vjp` where a derivative by hand is faster in blocks.
+    `squared_distance` is for pairs whose distance is too inexact through `dot`. It is None or a
+    function from chosen pairs (bool [..., R, C], or None for all) to their squared distances,
+    computed from differences of points. Other pairs get NaN.
+
+    Subclasses set `name`, the counts `rows`, `columns`, `heads`, and define `logits`. If that is
+    plain arithmetic (engines/trace.py), compiled engines derive their code and its derivative from
+    it. Terms override `vjp` if a derivative by hand is faster in blocks.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Term:
         head: Sequence[Tensor],
         squared_distance: SquaredDistances | None = None,
     ) -> Tensor:
-        """The term's share of the logits, [..., R, C]."""
+        """Return the term's share of the logits, [..., R, C]."""
         raise NotImplementedError
 
     def vjp(
@@ -87,56 +89,71 @@ class Term:
         head: Sequence[Tensor],
         squared_distance: SquaredDistances | None = None,
     ) -> tuple[Tensor, Callable]:
-        """The logits, and a function from their gradient to `(d_dot, d_rows, d_columns, d_heads)`.
+        """Return the logits and their derivative.
 
-        A gradient may be None (zero), may have its argument's shape, or may be left tile-shaped: the engine sums it
-        to the argument's shape. A term that took distances from differences returns a fifth one, d_square, of
-        these distances and 0 elsewhere: the gradients by the product and by the norms would cancel. The default takes
-        all of them from the product form, by the derivative of the term's graph, or by automatic differentiation.
+        The default differentiates the term's graph, or uses automatic differentiation if it has
+        none. It takes all distances from the product form.
+
+        Returns:
+            The logits, and a function from their gradient to `(d_dot, d_rows, d_columns, d_heads)`.
+            Each gradient is None (zero), has the shape of its argument, or has the shape of the
+            tile; the engine sums it. A term that took distances from differences returns a fifth
+            gradient, of these squared distances, which is 0 elsewhere. Their gradients through the
+            product and the norms would cancel.
         """
         graph = graph_of(self)
         if graph is not None:
-            return vjp(graph, dot, row, column, head)
-        a, b = 1 + len(row), 1 + len(row) + len(column)
+            return evaluate_with_vjp(graph, dot, row, column, head)
+        columns_at = 1 + len(row)
+        heads_at = columns_at + len(column)
 
-        def logits(*numbers: Tensor) -> Tensor:
-            return self.logits(numbers[0], numbers[1:a], numbers[a:b], numbers[b:])
+        def evaluate_logits(*numbers: Tensor) -> Tensor:
+            row, column = numbers[1:columns_at], numbers[columns_at:heads_at]
+            return self.logits(numbers[0], row, column, numbers[heads_at:])
 
-        # engines call this inside an operator, where autograd is switched off; torch.func has a tape of its own
-        out, pull, *_ = torch.func.vjp(logits, dot, *row, *column, *head)
+        # Engines call this inside an operator, where autograd is switched off. torch.func has its
+        # own tape.
+        out, pull, *_ = torch.func.vjp(evaluate_logits, dot, *row, *column, *head)
 
-        def pullback(grad):
+        def pull_back(grad):
             g = pull(grad)
-            return g[0], g[1:a], g[a:b], g[b:]
+            return g[0], g[1:columns_at], g[columns_at:heads_at], g[heads_at:]
 
-        return out if squared_distance is None else self.logits(
-            dot, row, column, head, squared_distance
-        ), pullback
+        # The logits use exact distances, as in the forward pass. Their derivative stays in the
+        # product form.
+        if squared_distance is not None:
+            out = self.logits(dot, row, column, head, squared_distance)
+        return out, pull_back
 
 
 class DistanceTerm(Term):
-    """A term that reads a squared distance of features: |query_factor · q - key_factor · k|².
+    """A term that reads |query_factor · q - key_factor · k|².
 
-    Engines take it from the product, and for the pairs for which that cancels from differences. All methods are plain
-    arithmetic on a tile. The `points` of a score with such a term are the features times the factors.
+    Engines compute it from the product, except for pairs where that cancels: these use differences.
+    All methods are plain arithmetic on a tile. The `points` of a score with such a term are the
+    features times the factors.
     """
 
-    left_out = 0  # numbers at a vector's end that its point has not
+    #: Numbers at a vector's end that its point does not include.
+    left_out = 0
 
     def by_product(self, dot, row, column, head) -> Tensor:
-        """The squared distance from the product."""
+        """Return the squared distance, computed from the product."""
         raise NotImplementedError
 
     def is_inexact(self, squared_distance, row, column, head) -> Tensor:
-        """Which pairs to take from differences, bool, told by the distance from the product."""
+        """Return which pairs need differences, bool.
+
+        The squared distance from the product decides.
+        """
         raise NotImplementedError
 
     def factors(self, row, column, head) -> tuple[Tensor | float, Tensor | float]:
-        """(query_factor, key_factor)."""
+        """Return (query_factor, key_factor). Default: 1 for both."""
         return 1.0, 1.0
 
     def score(self, dot, row, column, head, squared_distance) -> Tensor:
-        """The logits."""
+        """Return the logits for given squared distances."""
         raise NotImplementedError
 
     def logits(self, dot, row, column, head, squared_distance=None):
@@ -146,13 +163,20 @@ class DistanceTerm(Term):
     def squared_distances(
         self, dot, row, column, head, squared_distance=None
     ) -> tuple[Tensor, Tensor | None]:
-        """All squared distances, and which of them were taken from differences, bool, or None for no one."""
+        """Return all squared distances, and which of them came from differences.
+
+        Returns:
+            Distances [..., R, C] and a bool of the same shape, or None instead of the bool if all
+            came from the product.
+        """
         squared = self.by_product(dot, row, column, head)
         if squared_distance is None:
             return squared, None
         inexact = self.is_inexact(squared, row, column, head)
+        # Most tiles have no such pair, and then nothing is gathered.
         if not inexact.any():
             return squared, None
+        # The engine may compute more pairs than asked, so its NaN say which ones it left out.
         exact = squared_distance(inexact)
         near = ~exact.isnan()
         return torch.where(near, exact, squared), near
@@ -160,22 +184,38 @@ class DistanceTerm(Term):
     def vjp(self, dot, row, column, head, squared_distance=None):
         squared, near = self.squared_distances(dot, row, column, head, squared_distance)
         graph: Any = graph_of(self, required=True)
-        return vjp(graph, dot, row, column, head, squared, near)
+        return evaluate_with_vjp(graph, dot, row, column, head, squared, near)
 
 
 class DerivedDistanceTerm(DistanceTerm):
-    """A `DistanceTerm` with a derivative by hand for engines in torch. Compiled ones derive that of `score`."""
+    """A `DistanceTerm` with a derivative by hand for engines in torch.
+
+    Compiled engines differentiate `score` instead.
+    """
 
     def derive(self, row, column, head, squared_distance) -> tuple[Tensor, Callable]:
-        """The logits, and a function from their gradient to `(d_squared_distance, d_rows, d_columns, d_heads)`, with
-        the statistics that it reads, which come before those of the product.
+        """Return the logits and their derivative for given squared distances.
+
+        Returns:
+            The logits, and a function from their gradient to `(d_squared_distance, d_rows,
+            d_columns, d_heads)`. It covers the statistics that this method reads. They stand before
+            the statistics that only `by_product` reads.
         """
         raise NotImplementedError
 
     def through_product(
         self, d_squared, dot, row, column
     ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
-        """Gradients of the product and of the further statistics from that of `by_product`; may overwrite it."""
+        """Differentiate `by_product`.
+
+        Args:
+            d_squared: Gradient of the squared distance; may be overwritten.
+            dot, row, column: As in `by_product`.
+
+        Returns:
+            Gradients of the product, and of the row and column statistics that `derive` does not
+            cover.
+        """
         raise NotImplementedError
 
     def score(self, dot, row, column, head, squared_distance):
@@ -189,20 +229,25 @@ class DerivedDistanceTerm(DistanceTerm):
         squared, near = self.squared_distances(dot, row, column, head, squared_distance)
         logits, pull = self.derive(row, column, head, squared)
 
-        def pullback(grad):
+        def pull_back(grad):
             d_squared, d_row, d_column, d_head = pull(grad)
             exact = ()
             if near is not None:
                 exact = (torch.where(near, d_squared, 0.0),)
+                # Pairs from differences get no gradient through the product, where it would cancel.
                 d_squared.masked_fill_(near, 0.0)
             d_dot, more_row, more_column = self.through_product(d_squared, dot, row, column)
             return d_dot, (*d_row, *more_row), (*d_column, *more_column), d_head, *exact
 
-        return logits, pullback
+        return logits, pull_back
 
 
 def register_term(term: Term) -> Term:
-    """Make a term known to the engines under its name; a second term of the same name is refused."""
+    """Make a term known to the engines under its name, and return it.
+
+    Raises:
+        ValueError: A term of this name is registered already.
+    """
     if term.name in TERMS:
         raise ValueError(
             f"term {term.name!r} is registered already, by {type(TERMS[term.name]).__name__}"
@@ -212,7 +257,7 @@ def register_term(term: Term) -> Term:
 
 
 class DotTerm(Term):
-    """The plain dot product of the features (any scaling is folded into them)."""
+    """The plain dot product of the features, which include any scale."""
 
     name = "dot"
 
@@ -228,16 +273,20 @@ DOT = register_term(DotTerm())
 
 @dataclass(frozen=True)
 class Reader:
-    """How a term's statistics are made of vectors, for engines that read each key once, for one query or a few.
+    """Arithmetic that makes a term's statistics from vectors.
+
+    It is for engines that read each key once (decoding).
 
     Args:
-        name: among all readers.
-        read: from lists of tensors, `(d,)`, `(last number, sum of the squares of the numbers that points have)` and
-            parameters, to the factor by which a vector is its point and the term's first statistics: plain arithmetic
-            (see `Term`). Distances are taken from differences then, so that what only `by_product` reads is left out.
-        parameters: how many there are.
-        left_out: numbers at a vector's end that its point has not.
-        columns: how many numbers it takes in place of the two, where it reads no vectors (`Aggregation`).
+        name: Unique name of the reader.
+        read: Plain arithmetic (see `Term`) from lists of tensors to the factor of a vector and the
+            term's first statistics. Its arguments are `(d,)`, `(last number, sum of squares of the
+            point's numbers)` and the parameters. Decoding computes distances from differences, so
+            statistics that only `by_product` reads are not made.
+        parameters: Number of parameters.
+        left_out: Numbers at a vector's end that its point does not include.
+        columns: Number of column arguments, if it reads no vectors (`Aggregation`). Default: the
+            two above.
     """
 
     name: str
@@ -253,14 +302,15 @@ class Reader:
 READERS: dict[str, Reader] = {}
 
 
+# eq=False here and below: comparing tensors gives no single truth value.
 @dataclass(frozen=True, eq=False)
 class VectorReader:
-    """A term's reader, with its numbers.
+    """A term's reader with its numbers.
 
     Args:
-        name: the reader's, among READERS.
-        parameters: what it takes: numbers, or tensors [H] or [1].
-        head: what the term itself takes then: numbers, or tensors [H].
+        name: Name of the reader in READERS.
+        parameters: Parameters of the reader: numbers, or tensors [H] or [1].
+        head: Head parameters of the term when it uses the reader: numbers, or tensors [H].
     """
 
     name: str
@@ -270,7 +320,7 @@ class VectorReader:
 
 @dataclass(frozen=True)
 class Points:
-    """What distances are measured between."""
+    """Points between which distances are measured."""
 
     query: Tensor  # [B, H, N, p]
     key: Tensor  # [B, Hkv, M, p]
@@ -278,25 +328,28 @@ class Points:
 
 @dataclass(frozen=True, eq=False)
 class ScoreTerm:
-    """A term with its numbers, and the definition it must agree with.
+    """A term with its numbers, and the definition that it must agree with.
 
     Args:
-        term: the arithmetic that tile engines do.
-        definition: returns the term's dense logits [B, H, N, M] straight from the published formula and from
-            differences of points. `reference` evaluates this and nothing else.
-        row, column, head: as in `Numbers`.
-        gate: the term's weight per query head, [H], or None for 1.
-        statistics: returns its `Numbers`, for terms that make them when an engine asks, in place of the three.
-        low_rank_factors: for a term that reads no features and has low rank: returns float64 factors
-            [B|1, H|1, N, c] and [B|1, H|1, M, c] and numbers a row [B|1, H|1, N]; the logits are the factors' product
-            over c plus the row's number. None where there are none, or where float32 sums would be too inexact.
-        linear_features: returns features [B, H, N, e] and [B, Hkv or H, M, e] whose plain product is the term, for
-            what needs a score that is linear in the key. None where there are none.
-        capped: whether `softcap` acts on it, as it does on the first term: where it takes that one's place in some
-            heads.
-        reader: makes statistics from vectors, where the room has that.
-        points: returns the points whose distances the term is a function of, None where it is of none. Terms then take
-            the distances of those pairs from differences for which the product form cancels.
+        term: Arithmetic for engines with tiles.
+        definition: Returns the term's dense logits [B, H, N, M] from the published formula and from
+            differences of points. `reference` evaluates only this.
+        row, column, head: As in `Numbers`.
+        gate: Weight of the term per query head [H]; None (default) for 1.
+        statistics: Returns the `Numbers` when an engine asks for them, instead of `row`, `column`
+            and `head`.
+        low_rank_factors: For a term of low rank that reads no features. Returns float64 factors
+            [B|1, H|1, N, c] and [B|1, H|1, M, c], and one number per row [B|1, H|1, N]. The logits
+            are the factors multiplied and summed over c, plus the row's number. None if the term
+            has no such form, or if float32 sums would be too inexact.
+        linear_features: Returns features [B, H, N, e] and [B, Hkv or H, M, e] whose plain product
+            is the term, for callers that need a score linear in the key. None if there are none.
+        capped: Whether `softcap` applies to this term as it does to the first. Set it if this term
+            replaces the first one in some heads.
+        reader: Makes the statistics from vectors, if the mechanism supports that.
+        points: Returns the points whose distances the term reads. The engine then computes the
+            distances from differences where the product form cancels. None if the term reads no
+            distance.
     """
 
     term: Term
@@ -313,44 +366,47 @@ class ScoreTerm:
     points: Callable[[], Points] | None = None
 
     def numbers(self) -> Numbers:
-        """What it reads beside the product."""
-        return (
-            Numbers(self.row, self.column, self.head)
-            if self.statistics is None
-            else self.statistics()
-        )
+        """Return the numbers that the term reads besides the product."""
+        if self.statistics is not None:
+            return self.statistics()
+        return Numbers(self.row, self.column, self.head)
 
     def with_repeated_keys(self, heads: int) -> ScoreTerm:
-        """See `PairScore.with_repeated_keys`."""
+        """Return the term for `heads` key heads, see `PairScore.with_repeated_keys`."""
 
-        def numbers() -> Numbers:
+        def repeat_numbers() -> Numbers:
             row, column, head, factors = self.numbers()
             if factors is not None:
                 factors = factors[0], repeat_heads(factors[1], heads)
-            return Numbers(row, [repeat_heads(t, heads) for t in column], head, factors)
+            column = [repeat_heads(t, heads) for t in column]
+            return Numbers(row=row, column=column, head=head, factors=factors)
 
-        def points() -> Points:
-            there = self.points()  # type: ignore[misc]  # there is one
+        def repeat_points() -> Points:
+            there = self.points()  # type: ignore[misc]  # only used if there are points
             return Points(there.query, repeat_heads(there.key, heads))
 
-        return replace(self, statistics=numbers, points=None if self.points is None else points)
+        # Functions, so that nothing is repeated for engines that read neither numbers nor points.
+        points = None if self.points is None else repeat_points
+        return replace(self, statistics=repeat_numbers, points=points)
 
 
 @dataclass(eq=False)
 class PairScore:
-    """A score as engines see it: what they multiply, and the terms that read the product.
+    """A score as engines see it: vectors to multiply, and terms.
 
-    An engine takes what it wants: the vectors as the caller has them (`raw_query`, `raw_key`, `scale`, `width`, and the
-    `factors` among the first term's numbers), or features made of them (`features`, or `query` and `key`).
+    An engine uses one of two forms. Either it reads the caller's vectors (`raw_query`, `raw_key`,
+    `scale`, `width`, and the `factors` among the first term's numbers), or the features made from
+    them (`features`, or `query` and `key`).
 
     Args:
-        raw_query: [B, H, N, d' >= d], in any dtype.
-        raw_key: [B, Hkv, M, d'], not repeated for grouped queries.
-        terms: what is added up; `softcap` acts on the first, and on those that say so.
-        scale: what all products are multiplied with.
-        width: d, how many numbers of each vector are multiplied; None for all.
-        make_features: returns the features, [B, H, N, d] and [B, Hkv, M, d] in the working dtype, where they are
-            more than scale · query and key. Where a term has `factors`, the vectors times these must be the same.
+        raw_query: Queries [B, H, N, d' >= d] in any dtype.
+        raw_key: Keys [B, Hkv, M, d'], not repeated for grouped queries.
+        terms: Terms that are summed; `softcap` applies to the first and to terms with `capped`.
+        scale: Factor of all products. Default: 1.
+        width: How many numbers d of each vector are multiplied. Default: all.
+        make_features: Returns the features [B, H, N, d] and [B, Hkv, M, d] in the working dtype, if
+            they are not just scale · query and key. If a term has `factors`, vectors times factors
+            must equal the features.
     """
 
     raw_query: Tensor
@@ -362,72 +418,73 @@ class PairScore:
     _features: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     def features(self) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, N, d] and keys [B, Hkv, M, d] in the working dtype, whose plain product the terms read."""
+        """Return the features in the working dtype.
+
+        The terms read their plain product.
+
+        Returns:
+            Query features [B, H, N, d] and key features [B, Hkv, M, d].
+        """
+        # Stored, because the terms, their definitions and the engine may all ask for the features.
         if self._features is None:
-            self._features = self.make_features() if self.make_features else self._scaled()
+            self._features = self.make_features() if self.make_features else self._scale_vectors()
         return self._features
 
-    def _scaled(self) -> tuple[Tensor, Tensor]:
+    def _scale_vectors(self) -> tuple[Tensor, Tensor]:
         dtype = self.dtype
         query = self.raw_query.to(dtype)
         return query if self.scale == 1 else query * self.scale, self.raw_key.to(dtype)
 
     @property
     def query(self) -> Tensor:
-        """The queries' features."""
+        """Features of the queries."""
         return self.features()[0]
 
     @property
     def key(self) -> Tensor:
-        """The keys' features."""
+        """Features of the keys."""
         return self.features()[1]
 
     @property
     def is_product(self) -> bool:
-        """Whether what is multiplied are the vectors as they are, scaled."""
+        """Whether the features are just the scaled vectors."""
         return self.make_features is None and self.width is None
 
     @property
     def score_key(self) -> str:
-        """The terms as text, for an operator's argument: `"dot+*umbral_on_product"`; a star marks a gate, ^ a cap."""
+        """The terms as text, for an operator's argument.
+
+        An example is `"dot+*umbral_on_product"`. A star marks a gate, and ^ a cap.
+        """
         return "+".join(
             "*" * (t.gate is not None) + "^" * t.capped + t.term.name for t in self.terms
         )
 
-    def numbers(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """All row statistics, column statistics and head parameters, term by term; a gate ends its term's."""
-        lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
-        rows, columns, heads = lists
-        for term in self.terms:
-            row, column, head, _ = term.numbers()
-            rows += row
-            columns += column
-            heads += head
-            if term.gate is not None:
-                heads.append(term.gate)
-        return rows, columns, heads
-
     @property
     def points(self) -> Callable[[], Points] | None:
-        """The points of the term that measures distances, which is at most one."""
+        """The points of the term that reads distances, or None; at most one term does."""
         for term in self.terms:
             if term.points is not None:
                 return term.points
         return None
 
     def plus(self, term: ScoreTerm) -> PairScore:
-        """This score with one more term."""
+        """Return this score with one more term."""
         return replace(self, terms=(*self.terms, term))
 
     def weighted(self, weight: Tensor) -> PairScore:
-        """This score with every term multiplied by a weight per query head, [H]."""
+        """Return this score with every term multiplied by a weight per query head, [H]."""
         gated = (replace(t, gate=weight if t.gate is None else t.gate * weight) for t in self.terms)
         return replace(self, terms=tuple(gated))
 
     def with_repeated_keys(self, heads: int) -> PairScore:
-        """The same score with so many heads of keys, each of them repeated for its group of queries."""
+        """Return the same score with keys repeated to `heads` heads.
+
+        Each key head is repeated for its group of queries.
+        """
         if heads == self.kv_heads:
             return self
+        # `replace` starts without stored features, which have the old number of heads.
         score = replace(self, raw_key=repeat_heads(self.raw_key, heads), terms=())
         if self.make_features is not None:
             score.make_features = lambda: (self.query, repeat_heads(self.key, heads))
@@ -436,35 +493,42 @@ class PairScore:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, N, M)."""
+        """Shape (B, H, N, M) of the logits."""
         batch, heads, n, _ = self.raw_query.shape
         return batch, heads, n, self.raw_key.shape[2]
 
     @property
     def kv_heads(self) -> int:
-        """Hkv."""
+        """Number of key heads."""
         return self.raw_key.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The features' dtype."""
+        """Dtype of the features."""
         return working_dtype(self.raw_query, self.raw_key)
 
     @property
     def device(self) -> torch.device:
-        """Where the vectors are."""
+        """Device of the vectors."""
         return self.raw_query.device
 
 
 @lru_cache(maxsize=1024)
 def parse_score_key(key: str) -> tuple[tuple[Term, bool, bool], ...]:
-    """The inverse of `PairScore.score_key`: each term, whether it has a gate, and whether `softcap` acts on it."""
+    """Return the terms of a `PairScore.score_key`.
+
+    Each comes with whether it has a gate and whether it is capped.
+    """
+    # `not i`: the softcap always applies to the first term.
     parts = enumerate(key.split("+"))
     return tuple((TERMS[p.lstrip("*^")], p.startswith("*"), not i or "^" in p) for i, p in parts)
 
 
-def learns(score: PairScore, value: Tensor, options: Options) -> bool:
-    """Whether there will be a backward pass, as far as is known without making statistics."""
+def requires_backward(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Return whether a backward pass will follow, as far as the known tensors tell.
+
+    Statistics are not made for this question, because that would cost as much as a decoding step.
+    """
     if not torch.is_grad_enabled():
         return False
     tensors: list[Tensor | float | None]
@@ -472,88 +536,111 @@ def learns(score: PairScore, value: Tensor, options: Options) -> bool:
     if options.aggregation is not None:
         tensors += (*options.aggregation.parameters, options.aggregation.gate)
     for term in score.terms:
-        tensors += (
-            *term.row,
-            *term.column,
-            *term.head,
-            term.gate,
-            *(() if term.reader is None else (*term.reader.parameters, *term.reader.head)),
-        )
+        tensors += (*term.row, *term.column, *term.head, term.gate)
+        if term.reader is not None:
+            tensors += (*term.reader.parameters, *term.reader.head)
     return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
 def working_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any tensor has it, else float32: half precision never does arithmetic here."""
+    """Return float64 if any tensor has it, else float32.
+
+    Half precision is never used for arithmetic here.
+    """
     for t in tensors:
         if t.dtype == torch.float64:
             return torch.float64
     return torch.float32
 
 
-#: Before torch 2.13 an exported length that is free does not survive the joining of two dims.
+#: Before torch 2.13, exporting with a free length fails if two dims are joined.
 OLD_EXPORTER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, Hkv, ...] to [B, heads, ...], each head repeated for its group of queries; free where they agree."""
+    """Repeat each key head for its group of queries.
+
+    Args:
+        x: Tensor [B, Hkv, ...].
+        heads: Number of heads of the result.
+
+    Returns:
+        Tensor [B, heads, ...], or `x` itself if it has that many heads.
+    """
     if x.shape[1] == heads:
         return x
     group = heads // x.shape[1]
+    # `repeat_interleave` joins the axes of heads and groups, see OLD_EXPORTER.
     if is_exporting() and OLD_EXPORTER:
         return torch.cat([head.expand(-1, group, *head.shape[2:]) for head in x.split(1, 1)], 1)
     return x.repeat_interleave(group, dim=1)
 
 
-def euclidean(x: Tensor, y: Tensor) -> Tensor:
-    """Distances [..., N, M] of [..., N, d] and [..., M, d], from differences; the gradient at distance 0 is 0."""
-    if (
-        is_exporting() or is_forward_mode()
-    ):  # ONNX has no cdist, and that has no forward-mode derivative
+def euclidean_distances(x: Tensor, y: Tensor) -> Tensor:
+    """Return distances [..., N, M] of x [..., N, d] and y [..., M, d].
+
+    They are computed from differences. The gradient at distance 0 is 0.
+    """
+    # ONNX has no cdist, and cdist has no forward-mode derivative.
+    if is_exporting() or is_forward_mode():
         return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
     x, y = x.contiguous(), y.contiguous()
     learns = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    # torch.func does not support this kind of `Function`. Compiled calls have no second derivative
+    # anyway.
     if not learns or torch.compiler.is_compiling() or is_transformed():
-        return _distances(x, y)
+        return _exact_cdist(x, y)
     return Euclidean.apply(x, y)
 
 
-def _distances(x: Tensor, y: Tensor) -> Tensor:
+def _exact_cdist(x: Tensor, y: Tensor) -> Tensor:
+    # cdist's default for many points expands the square, which cancels for near points.
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 class Euclidean(torch.autograd.Function):
-    """`euclidean` with derivatives of every order: those of torch's `cdist` end with the first."""
+    """`euclidean_distances` with derivatives of every order.
+
+    torch's `cdist` has only the first.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor):
-        distance = _distances(x, y)
+        distance = _exact_cdist(x, y)
         ctx.save_for_backward(x, y, distance)
         return distance
 
     @staticmethod
     def backward(ctx, grad):
         x, y, distance = ctx.saved_tensors
-        if (
-            torch.is_grad_enabled()
-        ):  # for a second derivative, which takes the memory of all differences
+        # Grad mode is on only for create_graph=True: a second derivative needs plain operators, and
+        # all differences.
+        if torch.is_grad_enabled():
             difference = x[..., :, None, :] - y[..., None, :, :]
             square = difference.square().sum(-1)
+            # At distance 0 the gradient is 0. The inner `where` keeps 1/0 out of the next
+            # derivative.
             apart = square > 0
             slope = torch.where(apart, grad / torch.where(apart, square, 1.0).sqrt(), 0.0)
             parts = slope[..., None] * difference
             return parts.sum(-2), -parts.sum(-3)
         grad, columns = grad.contiguous(), distance.mT.contiguous()
+        # Distances are symmetric: the gradient of y is the same function with everything
+        # transposed.
         d_x = torch.ops.aten._cdist_backward(grad, x, y, 2.0, distance)
         return d_x, torch.ops.aten._cdist_backward(grad.mT.contiguous(), y, x, 2.0, columns)
 
 
 def upcast_for_grad(x: Tensor) -> Tensor:
-    """`x` in float32 where it is a half-precision leaf of a score on a CPU and will get a gradient; else `x` itself.
+    """Return a half-precision leaf in float32 if it needs an exact gradient.
 
-    The gradient of a distance has two parts, by the product and by the norms, which nearly cancel where two points
-    nearly coincide. Autograd rounds each part that reaches a half-precision tensor before it adds them up, and what is
-    left is rounding; from one float32 tensor only the sum is rounded. The compiled kernels know such tensors by
-    `is_upcast`: they multiply bfloat16 numbers, and return float32 gradients.
+    That is a leaf on a CPU that will get a gradient; any other tensor is returned itself.
+
+    The gradient of a distance has two parts, through the product and through the norms. They nearly
+    cancel if two points nearly coincide. Autograd rounds each part to the dtype of the leaf before
+    it adds them, so that mostly rounding is left. With one float32 tensor only the sum is rounded.
+    The compiled kernels recognise such tensors (`is_upcast`): they multiply bfloat16 numbers and
+    return float32 gradients.
     """
     if x.device.type != "cpu" or not (x.requires_grad and torch.is_grad_enabled()):
         return x
@@ -566,26 +653,39 @@ def upcast_for_grad(x: Tensor) -> Tensor:
 
 
 class HoldsBfloat16:
-    """Said of float32 tensors of `upcast_for_grad` that hold bfloat16 numbers."""
+    """Mark for float32 tensors of `upcast_for_grad` that hold bfloat16 numbers."""
 
 
 def is_upcast(x: Tensor) -> bool:
-    """Whether these are bfloat16 numbers whose gradients are wanted in float32 (`upcast_for_grad`)."""
+    """Return whether these are bfloat16 numbers that need float32 gradients.
+
+    `upcast_for_grad` marks them.
+    """
     return attached_to(x, HoldsBfloat16) is not None
 
 
 def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:
-    """Scaled dot product, scale · q·k; `scale` defaults to 1/sqrt(d). The host's own score, and the base of blends."""
+    """Return the scaled dot product: the attention layer's own score.
+
+    Blends add their terms to it.
+
+    Args:
+        query: Queries [B, H, N, d].
+        key: Keys [B, Hkv, M, d].
+        scale: Factor of the product. Default: 1/sqrt(d).
+    """
     factor: float = float(query.shape[-1]) ** -0.5 if scale is None else scale
-    return PairScore(query, key, (dot_term(query, key, factor),), factor)
+    return PairScore(
+        raw_query=query, raw_key=key, terms=(dot_term(query, key, factor),), scale=factor
+    )
 
 
 def dot_term(query: Tensor, key: Tensor, scale: float) -> ScoreTerm:
-    """The plain dot product as a term."""
+    """Return the plain dot product as a term."""
     return ScoreTerm(DOT, partial(dot_logits, query, key, scale))
 
 
 def dot_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """scale · q·k, [B, H, N, M], in the working dtype."""
+    """Return scale · q·k, [B, H, N, M], in the working dtype."""
     dtype = working_dtype(query, key)
     return query.to(dtype) * scale @ repeat_heads(key.to(dtype), query.shape[1]).mT

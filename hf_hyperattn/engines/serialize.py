@@ -1,14 +1,16 @@
-"""How a score and its options pass through a custom operator, whose arguments are tensors, numbers and strings.
+"""Pass a score and its options through a custom operator.
 
-Every engine's operator takes the same arguments, which `call` writes and `read` reads:
+Arguments of an operator can only be tensors, numbers and strings. The operators of all engines take
+the same arguments. `call_operator` writes them and `read_arguments` reads them:
 
-    tensors    queries, keys, values, all statistics of rows, of columns and of heads, then those that `extras` names;
-               queries and keys in float32 beside values in bfloat16 hold bfloat16 numbers (`upcast_for_grad`)
-    score_key  the terms, see `PairScore.score_key`
-    extras     names of tensors that not every call has, with a space between them
-    width      how many numbers of each vector are multiplied
-    scale      what products are multiplied with
-    is_causal, window, offset, softcap, dropout_p   as in `Options`
+- `tensors`: queries, keys, values, then the statistics of rows and columns, the parameters of
+  heads, and the tensors named by `extras`. Float32 queries and keys with bfloat16 values hold
+  bfloat16 numbers (`upcast_for_grad`).
+- `score_key`: the terms, see `PairScore.score_key`.
+- `extras`: names of tensors that only some calls have, separated by spaces.
+- `width`: how many numbers of each vector are multiplied.
+- `scale`: factor of all products.
+- `is_causal`, `window`, `offset`, `softcap`, `dropout_p`: as in `Options`.
 """
 
 from __future__ import annotations
@@ -23,22 +25,25 @@ from torch import Tensor
 from .flops import count_flops
 from .graph_torch import refuse_in_operator
 from .options import Options
-from .score import PairScore, Term, is_upcast, parse_score_key
+from .score import Numbers, PairScore, Term, is_upcast, parse_score_key
 
+#: Arguments after the tensors. SymInt, because exported programs keep lengths and widths symbolic.
 _SETTINGS = (
     "str score_key, str extras, SymInt width, float scale, bool is_causal, SymInt? window, SymInt offset, "
     "float? softcap, float dropout_p"
 )
-#: The schemas of an engine's operator, and of that of its gradients, for `torch.library.custom_op`.
+#: Schemas of an engine's operator and of the operator of its gradients, for
+#: `torch.library.custom_op`.
 FORWARD = f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)"
 BACKWARD = f"(Tensor grad, Tensor out, Tensor lse, Tensor[] tensors, bool[] needs_grad, {_SETTINGS}) -> Tensor[]"
 
-#: What kernels that take vectors as they are take them in, and the extras that they have gradients of.
+#: Dtypes of vectors for kernels that take the caller's vectors.
 RAW_DTYPES = (torch.float32, torch.bfloat16)
+#: Extras that get gradients from such kernels.
 LEARNED = ("query_factor", "key_factor", "sinks")
 
 
-def call(
+def call_operator(
     operator: Callable,
     score_key: str,
     raw: bool,
@@ -50,56 +55,45 @@ def call(
     """Call an engine's operator.
 
     Args:
-        operator: returns the output and what its gradients need beside it.
-        score_key: the score's.
-        raw: whether it takes the vectors as they are, or the score's features.
-        score, value, options: as in `reference.attend`.
-        convert: gives queries, keys and values as they are the dtypes that the operator takes; None: one of RAW_DTYPES.
+        operator: Returns the output and a tensor that its gradients need.
+        score_key: `score.score_key`.
+        raw: Pass the caller's vectors if possible, instead of the score's features.
+        score, value, options: As in `reference.attend`.
+        convert: Function from the caller's (query, key, value) to dtypes that the operator takes.
+            Default: one of RAW_DTYPES for all three.
+
+    Returns:
+        The output [B, H, N, dv], and None for the weights.
     """
-    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
-    if raw:
-        query, key, scale, width = score.raw_query, score.raw_key, float(score.scale), score.width
-        if convert is not None:
-            query, key, value = convert(query, key, value)
-        elif not (
-            query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES
-        ) and not upcast(query, key, value):
-            query, key, value = query.float(), key.float(), value.float()
+    rows, columns, heads, factors = collect_numbers(score)
+    # A kernel can make features only if they are the vectors times one factor each.
+    if raw and (score.make_features is None or factors is not None):
+        query, key = score.raw_query, score.raw_key
+        query, key, value = (convert or convert_to_raw)(query, key, value)
+        scale, width = float(score.scale), score.width
     else:
-        (query, key), scale, width = score.features(), 1.0, None
+        query, key = score.features()
         value = value.to(query.dtype)
+        scale, width = 1.0, None
+    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
     if not raw and score.points is not None:
         points = score.points()
         extras["points_query"], extras["points_key"] = points.query, points.key
     if options.dropout_p:
-        extras["seed"] = torch.randint(
-            2**31 if raw else 2**62, (1,), device=value.device if raw else None
-        )
-    lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
-    rows, columns, heads = lists
-    for term in score.terms:
-        row, column, head, factors = (
-            (term.row, term.column, term.head, None)
-            if term.statistics is None
-            else term.statistics()
-        )
-        rows += row
-        columns += column
-        heads += head
-        if raw and factors is not None:
-            extras["query_factor"], extras["key_factor"] = factors
-        if term.gate is not None:
-            heads.append(term.gate)
-    if raw and score.make_features is not None and "query_factor" not in extras:
-        (query, key), scale, width = score.features(), 1.0, None
-        value = value.to(query.dtype)
-    for name in [*extras]:
-        if extras[name] is None:
-            del extras[name]
+        # A tensor, so that a compiled program draws a new seed in each run.
+        # Kernels take a 32-bit seed, on the device of the values. Blocks read it in Python, so it stays
+        # on the CPU.
+        largest = 2**31 if raw else 2**62
+        extras["seed"] = torch.randint(largest, (1,), device=value.device if raw else None)
+    if raw and factors is not None:
+        extras["query_factor"], extras["key_factor"] = factors
+    # A list of tensors cannot contain None, so absent ones are left out of the list and of the
+    # names.
+    given = {name: tensor for name, tensor in extras.items() if tensor is not None}
     out, _ = operator(
-        [query, key, value, *rows, *columns, *heads, *extras.values()],
+        [query, key, value, *rows, *columns, *heads, *given.values()],
         score_key,
-        " ".join(extras),
+        " ".join(given),
         query.shape[-1] if width is None else width,
         scale,
         options.is_causal,
@@ -111,16 +105,67 @@ def call(
     return out, None
 
 
-def upcast(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether values are in bfloat16 beside queries and keys that hold such numbers in float32, which is how their
-    gradients are wanted (`upcast_for_grad`): kernels take all three in bfloat16.
+def collect_numbers(
+    score: PairScore,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], tuple[Tensor, Tensor] | None]:
+    """Return the numbers of all terms, and the factors if a term has some.
+
+    Returns:
+        Row statistics, column statistics, head parameters, and factors or None. A term's gate
+        stands behind its head parameters.
+    """
+    rows: list[Tensor] = []
+    columns: list[Tensor] = []
+    heads: list[Tensor] = []
+    factors = None
+    for term in score.terms:
+        # As `term.numbers()` does, but without another call for every term of every prefill.
+        if term.statistics is None:
+            numbers = Numbers(term.row, term.column, term.head)
+        else:
+            numbers = term.statistics()
+        rows += numbers.row
+        columns += numbers.column
+        heads += numbers.head
+        if numbers.factors is not None:
+            factors = numbers.factors
+        if term.gate is not None:
+            heads.append(term.gate)
+    return rows, columns, heads, factors
+
+
+def convert_to_raw(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values in one dtype of RAW_DTYPES.
+
+    Upcast queries and keys stay as they are.
+    """
+    if query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES:
+        return query, key, value
+    if is_upcast_call(query, key, value):
+        return query, key, value
+    return query.float(), key.float(), value.float()
+
+
+def is_upcast_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether queries and keys are upcast, and values are bfloat16.
+
+    Kernels take all three in bfloat16, and return the gradients of queries and keys in float32.
     """
     return value.dtype == torch.bfloat16 and is_upcast(query) and is_upcast(key)
 
 
 @dataclass
 class OperatorCall:
-    """An operator's arguments by their names."""
+    """Arguments of an operator by name.
+
+    Args:
+        query, key, value: As in `call_operator`.
+        row, column, head: Numbers of all terms, see `collect_numbers`.
+        extras: Tensors that only some calls have, by name.
+        terms: Terms of the score, each with whether it has a gate and whether it is capped.
+        score_key, width, scale: As in `call_operator`.
+        options: Options without tensors; those are in `extras`.
+    """
 
     query: Tensor
     key: Tensor
@@ -129,51 +174,78 @@ class OperatorCall:
     column: list[Tensor]
     head: list[Tensor]
     extras: dict[str, Tensor]
-    terms: tuple[
-        tuple[Term, bool, bool], ...
-    ]  # each with whether it has a gate, and whether softcap acts on it
+    terms: tuple[tuple[Term, bool, bool], ...]
     score_key: str
     width: int
     scale: float
-    options: Options  # its tensors are in `extras`
+    options: Options
 
 
-def read(
+def read_arguments(
     tensors: Sequence[Tensor], score_key: str, extras: str, width: int, scale: float, *options
 ) -> OperatorCall:
-    """The arguments by name; also of a list of gradients in the order of the tensors."""
-    terms, counts = parse_score_key(score_key), [3, 0, 0, 0]
-    for term, gated, _ in terms:
-        counts[1] += term.rows
-        counts[2] += term.columns
-        counts[3] += term.heads + gated
-    parts, start = [], 0
-    for count in counts:
-        parts.append(list(tensors[start : start + count]))
-        start += count
-    (query, key, value), row, column, head = parts
+    """Return the arguments of an operator by name.
+
+    Args:
+        tensors: The tensors, or a list of gradients or flags in the same order.
+        score_key, extras, width, scale, options: Further arguments in the order of the schema.
+    """
+    terms = parse_score_key(score_key)
+    # The terms alone tell how many tensors of each kind there are.
+    rows_at = 3
+    columns_at = rows_at + sum(term.rows for term, _, _ in terms)
+    heads_at = columns_at + sum(term.columns for term, _, _ in terms)
+    extras_at = heads_at + sum(term.heads + gated for term, gated, _ in terms)
+    query, key, value = tensors[:rows_at]
     is_causal, window, offset, softcap, dropout_p = options
-    named = dict(zip(extras.split(), tensors[start:], strict=True))
-    kept = Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
     return OperatorCall(
-        query, key, value, row, column, head, named, terms, score_key, width, scale, kept
+        query=query,
+        key=key,
+        value=value,
+        row=list(tensors[rows_at:columns_at]),
+        column=list(tensors[columns_at:heads_at]),
+        head=list(tensors[heads_at:extras_at]),
+        extras=dict(zip(extras.split(), tensors[extras_at:], strict=True)),
+        terms=terms,
+        score_key=score_key,
+        width=width,
+        scale=scale,
+        options=Options(
+            is_causal=is_causal,
+            window=window,
+            offset=offset,
+            softcap=softcap,
+            dropout_p=dropout_p,
+        ),
     )
 
 
-def shapes(
+def shape_gradients(
     tensors: Sequence[Tensor], extras: str, learned: Callable[[str], bool]
 ) -> list[tuple[int, ...]]:
-    """Shapes of the gradients of an operator's tensors: their own, but empty for an extra that has none."""
+    """Return the shapes of the gradients of an operator's tensors.
+
+    Args:
+        tensors: The tensors.
+        extras: Names of the last ones.
+        learned: Function from the name of an extra to whether it has a gradient. If not, the shape
+            is (0,).
+    """
     names = extras.split()
     main = len(tensors) - len(names)
+    # An operator returns a tensor for every input. An empty one means "no gradient".
     full = [tuple(t.shape) for t in tensors]
     return full[:main] + [
-        s if learned(n) else (0,) for n, s in zip(names, full[main:], strict=True)
+        shape if learned(name) else (0,) for name, shape in zip(names, full[main:], strict=True)
     ]
 
 
 def fake_output(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
-    """For the compiler, what kernels return: the output [B, H, N, dv] and two numbers a row, in float32."""
+    """Return what kernels return, without computing it, for the compiler.
+
+    Returns:
+        The output [B, H, N, dv] and two numbers per row [2, B, H, N], in float32.
+    """
     query, _, value = tensors[:3]
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
     return out, out.new_empty(2, *query.shape[:3])
@@ -182,48 +254,59 @@ def fake_output(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
 def fake_gradients(
     grad, out, lse, tensors: Sequence[Tensor], needs_grad, score_key, extras: str, *settings
 ) -> list[Tensor]:
-    """For the compiler, the gradients that kernels return."""
-    sizes = shapes(tensors, extras, LEARNED.__contains__)
+    """Return what kernels return as gradients, without computing them.
+
+    The compiler uses it.
+    """
+    sizes = shape_gradients(tensors, extras, LEARNED.__contains__)
     return [t.new_empty(size) for t, size in zip(tensors, sizes, strict=True)]
 
 
-def differentiable(forward, backward, name: str, pairwise: bool = True) -> None:
-    """Give an operator its gradient, and let FLOP counters know both.
+def register_gradients(forward, backward, name: str, pairwise: bool = True) -> None:
+    """Register the gradient of an operator, and the FLOPs of both with FLOP counters.
 
     Args:
-        forward: the operator, which returns an output and what its gradients need beside it.
-        backward: the operator of its gradients, called with the output's gradient, what `forward` returned, its
-            tensors, which of them want a gradient, and its further arguments.
-        name: the engine, for the error of a second derivative.
-        pairwise: whether it does the products of pairwise attention, whose FLOPs are counted.
+        forward: The operator. It returns an output, and a tensor that its gradients need.
+        backward: The operator of its gradients. Its arguments are the output's gradient, the
+            results of `forward`, the tensors, which of them need a gradient, and the further
+            arguments.
+        name: Name of the engine, for the error of a second derivative.
+        pairwise: Whether it computes the products of pairwise attention, whose FLOPs are counted.
+            Default: yes.
     """
 
-    def save(ctx, inputs, output):
+    def save_tensors(ctx, inputs, output):
         tensors, *ctx.rest = inputs
         ctx.save_for_backward(*output, *tensors)
 
-    def pullback(ctx, grad, _):
+    def pull_back(ctx, grad, _):
         out, lse, *tensors = ctx.saved_tensors
         needs_grad = list(ctx.needs_input_grad[0])
+        # Kernels read the gradient as a dense array, but autograd may pass an expanded one.
         gradients = backward(grad.contiguous(), out, lse, tensors, needs_grad, *ctx.rest)
+        # Autograd requires the dtype of the input, and engines may compute in float32.
         grads = [
-            g.to(t.dtype) if n else None
-            for g, t, n in zip(gradients, tensors, needs_grad, strict=True)
+            gradient.to(tensor.dtype) if needed else None
+            for gradient, tensor, needed in zip(gradients, tensors, needs_grad, strict=True)
         ]
         return grads, *[None] * len(ctx.rest)
 
-    forward.register_autograd(pullback, setup_context=save)
+    forward.register_autograd(pull_back, setup_context=save_tensors)
+    # torch's own error would name the operator, but not the `backend=` that has a second
+    # derivative.
     refuse_in_operator(backward, f"backend={name!r}")
     if pairwise:
         count_flops(forward)
+        # The tensors follow grad, out and lse.
         count_flops(backward, at=3, backward=True)
 
 
 @contextmanager
 def autograd_inside_operator():
-    """Autograd, which torch excludes from the dispatch of what runs inside an operator."""
+    """Turn autograd on inside an operator, where torch excludes it from dispatch."""
     keys, included = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
+    # The names of these keys differ between versions of torch.
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "AutogradCPU"):
         excluded = excluded.remove(getattr(keys, name)) if hasattr(keys, name) else excluded
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():

@@ -1,13 +1,19 @@
-"""A score term's arithmetic as a small graph: traced once, folded, with its derivative; emit_cpp.py writes it in C++.
+"""Trace a score term into a small graph, simplify and differentiate it.
 
-A term is arithmetic on one pair, so it is traced on tensors [1, 1]: every torch operator that it calls becomes one node
-or a few, or is refused by name. Nodes that are the same are one node.
+Compiled engines write their code from this graph (emit_cpp.py, emit_triton.py); blocks evaluate it
+in torch (graph_torch.py).
 
-The derivative is taken on the graph, since automatic differentiation of torch gives NaN where a branch that is not
-taken has an infinite slope. Masks stand beside adjoints and are applied last, so that nothing infinite is ever
-multiplied by 0. At ties `maximum` and `minimum` share the gradient evenly, as torch does; at 0 the slope of `sqrt` and
-of `acosh(1 + y)` is 0, and that of `abs` too. At its bounds `clamp` lets the gradient through, as torch does until 2.13
-(from 2.14 on it gives 0 there).
+A term is arithmetic on one pair, so it is traced on tensors [1, 1]. Every torch operator that it
+calls becomes one node or a few, or raises `Untraceable` with its name. Equal nodes are shared.
+
+The derivative is taken on the graph, because torch's automatic differentiation returns NaN if a
+branch that is not taken has an infinite slope. Masks are kept apart from adjoints and applied last,
+so that nothing infinite is multiplied by 0. Conventions at special points:
+
+- Ties: `maximum` and `minimum` share the gradient evenly, as torch does.
+- At 0: the slopes of `sqrt`, `abs` and `acosh(1 + y)` are 0.
+- At its bounds: `clamp` passes the gradient on, as torch does up to 2.13. From 2.14 on, torch
+  returns 0 there.
 """
 
 from __future__ import annotations
@@ -23,12 +29,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LEAVES = ("dot", "row", "column", "head", "squared_distance")
+#: Leaves that exist several times: statistics of rows and of columns, parameters of heads. Their
+#: value is their place.
+INDEXED = ("row", "column", "head")
+LEAVES = ("dot", *INDEXED, "squared_distance")
 MASKS = ("lt", "le", "eq", "and", "or", "not", "near")
-GRAD, NEAR = (
-    "grad",
-    "s.near",
-)  # variables: the gradient of the logit; which distances are from differences
+#: Variable of the emitted code that holds the gradient of the logit.
+GRAD = "grad"
+#: Variable of the emitted code that marks the pairs whose distances were computed from differences.
+NEAR = "s.near"
 ARITHMETIC = {
     "add": operator.add,
     "sub": operator.sub,
@@ -38,157 +47,233 @@ ARITHMETIC = {
 
 
 class Untraceable(ValueError):
-    """A term does what a fused engine cannot: one line that says what, and what is allowed."""
+    """A term does something that compiled engines do not support.
+
+    The message is one line.
+    """
 
 
-def _operation(op: str) -> Callable[..., Node]:
-    return lambda self, *others: self.graph.node(op, self, *others)
+def _make_operator(op: str) -> Callable[..., Node]:
+    return lambda self, *others: self.graph.add_node(op, self, *others)
 
 
 @dataclass(eq=False)
 class Node:
-    """One operation. Two of them are equal where they are the same node; arguments have a lower `order`."""
+    """One operation of a graph.
+
+    Nodes compare by identity. Arguments always have a lower `order` than their users.
+
+    Args:
+        graph: Graph that the node belongs to.
+        op: A key of DERIVATIVES, a member of MASKS or LEAVES, "number", "detach", or "local" (a
+            variable of the emitted code).
+        args: Arguments of the operation.
+        value: Value of a number, place of a statistic or parameter, or name of a variable.
+        order: Number of nodes that existed before it.
+
+    Attributes:
+        is_mask: Whether the result is a mask.
+        varies: Whether a gradient can flow through it.
+        of_row: Whether it is plain arithmetic on numbers that all pairs of a row share.
+    """
 
     graph: Graph
-    op: str  # one of DERIVATIVES, MASKS and LEAVES, or "number", "detach", "local": a variable of the text
+    op: str
     args: tuple[Node, ...]
-    value: Any  # of a number; the place of a statistic or parameter; the name of a variable
+    value: Any
     order: int
     is_mask: bool = field(init=False)
-    varies: bool = field(init=False)  # whether a gradient can flow through it
-    of_row: bool = field(init=False)  # plain arithmetic with what all pairs of a row share
+    varies: bool = field(init=False)
+    of_row: bool = field(init=False)
 
     def __post_init__(self):
         self.is_mask = self.op in MASKS
-        self.varies = (
-            self.op in LEAVES or self.op in DERIVATIVES and any(a.varies for a in self.args)
-        )
+        differentiable = self.op in DERIVATIVES and any(a.varies for a in self.args)
+        self.varies = self.op in LEAVES or differentiable
         plain = self.op in (*ARITHMETIC, "neg", "detach") and all(a.of_row for a in self.args)
         self.of_row = plain or self.op in ("number", "row", "head")
 
-    __add__, __sub__, __mul__ = _operation("add"), _operation("sub"), _operation("mul")
-    __truediv__, __neg__ = _operation("div"), _operation("neg")
-    __lt__, __le__ = _operation("lt"), _operation("le")
-    __and__, __or__, __invert__ = _operation("and"), _operation("or"), _operation("not")
+    __add__ = _make_operator("add")
+    __sub__ = _make_operator("sub")
+    __mul__ = _make_operator("mul")
+    __truediv__ = _make_operator("div")
+    __neg__ = _make_operator("neg")
+    __lt__ = _make_operator("lt")
+    __le__ = _make_operator("le")
+    __and__ = _make_operator("and")
+    __or__ = _make_operator("or")
+    __invert__ = _make_operator("not")
 
 
 class Graph:
-    """All nodes of a term, each once."""
+    """All nodes of a term. Equal operations are one node."""
 
     def __init__(self):
         self.nodes: dict[tuple, Node] = {}
 
-    def node(self, op: str, *args: Node | float, value: Any = 0.0) -> Node:
-        """The node of an operation, in a simpler form where there is one."""
+    def add_node(self, op: str, *args: Node | float, value: Any = 0.0) -> Node:
+        """Return the node of an operation; add it if it is new.
+
+        The operation is simplified if possible.
+        """
+        # Masks and numbers are different types in the emitted code, so each operator gets what it
+        # takes.
         logical = op in ("and", "or", "not")
-        nodes = tuple(self.cast(a, logical or op == "where" and not i) for i, a in enumerate(args))
-        simpler = self.simplified(op, *nodes) if nodes else None
+        # `where` takes a mask first, and numbers after it.
+        nodes = tuple(
+            self.cast_argument(a, logical or (op == "where" and i == 0)) for i, a in enumerate(args)
+        )
+        simpler = self.simplify_node(op, *nodes) if nodes else None
         if simpler is not None:
             return simpler
         key = op, nodes, value
         if key not in self.nodes:
-            self.nodes[key] = Node(self, op, nodes, value, len(self.nodes))
+            order = len(self.nodes)
+            self.nodes[key] = Node(graph=self, op=op, args=nodes, value=value, order=order)
         return self.nodes[key]
 
-    def number(self, value: float) -> Node:
-        return self.node("number", value=float(value))
+    def add_number(self, value: float) -> Node:
+        return self.add_node("number", value=float(value))
 
-    def cast(self, x: Node | float, to_mask: bool) -> Node:
-        """An argument as a node, and a mask as numbers, or numbers as a mask, where the operator takes those."""
-        x = x if isinstance(x, Node) else self.number(x)
+    def cast_argument(self, x: Node | float, to_mask: bool) -> Node:
+        """Return an argument as a node.
+
+        Masks become numbers and numbers become masks, as the operator needs it.
+        """
+        x = x if isinstance(x, Node) else self.add_number(x)
         if to_mask and not x.is_mask:
-            return ~self.node("eq", x, 0.0)
-        return x if to_mask or not x.is_mask else self.node("where", x, 1.0, 0.0)
+            return ~self.add_node("eq", x, 0.0)
+        return x if to_mask or not x.is_mask else self.add_node("where", x, 1.0, 0.0)
 
-    def simplified(
+    def simplify_node(
         self, op: str, a: Node, b: Node | None = None, c: Node | None = None
     ) -> Node | None:
-        """What an operation is without computing it; None where it has to be."""
+        """Return a simpler node with the same value, or None if there is none."""
         x = a.value if a.op == "number" else None
         if b is None:
             if op == "neg" and x is not None:
-                return self.number(-x)
+                return self.add_number(-x)
+            # Double negation.
             return a.args[0] if op in ("neg", "not") and a.op == op else None
         y = b.value if b.op == "number" else None
+        # Numbers are folded, except a division by 0: Python would raise an error.
         if op in ARITHMETIC and x is not None and y is not None and (op != "div" or y):
-            return self.number(ARITHMETIC[op](x, y))
-        if (
-            (op == "add" and x == 0)
-            or (op == "mul" and (x == 1 or y == 0))
-            or (op == "where" and b is c)
-        ):
-            return b
-        if (op in ("add", "sub") and y == 0) or (op in ("mul", "div") and (x == 0 or y == 1)):
+            return self.add_number(ARITHMETIC[op](x, y))
+        if op in ("and", "or") and a is b:
             return a
-        if (op == "sub" and x == 0) or (op == "mul" and x == -1):
-            return -b
-        if op == "mul" and y == -1:
-            return -a
-        return a if op in ("and", "or") and a is b else None
+        if op == "where" and b is c:
+            return b
+        return self.drop_neutral(op, a, b, x, y)
+
+    def drop_neutral(
+        self, op: str, a: Node, b: Node, x: float | None, y: float | None
+    ) -> Node | None:
+        """Return an operation without its neutral or absorbing number, or None.
+
+        Args:
+            op: The operation.
+            a, b: Its arguments.
+            x, y: Values of the arguments that are numbers, else None.
+        """
+        if op == "add":
+            if x == 0:
+                return b
+            return a if y == 0 else None
+        if op == "sub":
+            if y == 0:
+                return a
+            return -b if x == 0 else None
+        if op == "mul":
+            if x == 1 or y == 0:
+                return b
+            if x == 0 or y == 1:
+                return a
+            if x == -1:
+                return -b
+            return -a if y == -1 else None
+        if op == "div" and (x == 0 or y == 1):
+            return a
+        return None
 
 
-def where(mask: Node, a: Node | float, b: Node | float) -> Node:
-    """`torch.where` on nodes."""
-    return mask.graph.node("where", mask, a, b)
+def add_where(mask: Node, a: Node | float, b: Node | float) -> Node:
+    """Return the node of `torch.where`."""
+    return mask.graph.add_node("where", mask, a, b)
 
 
-def sign(x: Node) -> Node:
-    """-1, 0 or 1."""
-    return where(x.graph.number(0) < x, 1.0, where(x < 0.0, -1.0, 0.0))
+def add_sign(x: Node) -> Node:
+    """Return the node of the sign: -1, 0 or 1."""
+    return add_where(x.graph.add_number(0) < x, 1.0, add_where(x < 0.0, -1.0, 0.0))
 
 
-def inverse(x: Node) -> Node:
-    """1 / x, one node for all that is divided by x: gradients and slopes are."""
-    return x.graph.number(1) / x
+def add_inverse(x: Node) -> Node:
+    """Return the node of 1 / x.
+
+    Derivatives multiply by it instead of dividing by x: the division is then shared by gradients
+    and slopes.
+    """
+    return x.graph.add_number(1) / x
 
 
-def _apply(op: str, g: Graph, *args) -> Node:
-    return g.node(op, *args)
+def _add_operation(op: str, g: Graph, *args) -> Node:
+    return g.add_node(op, *args)
 
 
-def _sum(op: str, g: Graph, a, b, alpha=1) -> Node:
-    return g.node(op, a, g.node("mul", b, alpha))
+def _add_sum(op: str, g: Graph, a, b, alpha=1) -> Node:
+    return g.add_node(op, a, g.add_node("mul", b, alpha))
 
 
-def _clamp(g: Graph, x, low=None, high=None) -> Node:
-    x = x if low is None else where(x < low, low, x)
-    return x if high is None else where(g.node("lt", high, x), high, x)
+def _add_clamp(g: Graph, x, low=None, high=None) -> Node:
+    # Written as `where`, so that the gradient passes through at the bounds.
+    x = x if low is None else add_where(x < low, low, x)
+    return x if high is None else add_where(g.add_node("lt", high, x), high, x)
 
 
-def _power(g: Graph, x, exponent) -> Node:
+def _add_power(g: Graph, x, exponent) -> Node:
     if isinstance(exponent, Node) or 2 * exponent % 1 or abs(exponent) > 8:
         raise Untraceable("pow, but for whole and half numbers up to 8 as exponents")
-    power = g.node("sqrt", x) if exponent % 1 else g.number(1)
+    # x^(k + 1/2) is sqrt(x) times k factors x.
+    power = g.add_node("sqrt", x) if exponent % 1 else g.add_number(1)
     for _ in range(int(abs(exponent))):
         power = power * x
-    return power if exponent >= 0 else g.number(1) / power
+    return power if exponent >= 0 else g.add_number(1) / power
 
 
-def _acosh(g: Graph, x) -> Node:
-    """From y = x - 1, which a term mostly has: acosh(1 + y) = log1p(y + sqrt(y (y + 2)))."""
-    ones = [i for i, a in enumerate(x.args) if x.op == "add" and a is g.number(1)]
+def _add_acosh(g: Graph, x) -> Node:
+    """Add acosh(1 + y) = log1p(y + sqrt(y (y + 2))).
+
+    This form is exact for small y = x - 1.
+    """
+    # Terms mostly call it with 1 + y. Reading y from there avoids the cancellation of x - 1.
+    ones = [i for i, a in enumerate(x.args) if x.op == "add" and a is g.add_number(1)]
     y = x.args[1 - ones[0]] if ones else x - 1.0
-    return g.node("acosh1p", y, g.node("sqrt", y * (y + 2.0)))
+    return g.add_node("acosh1p", y, g.add_node("sqrt", y * (y + 2.0)))
 
 
-def _log1p(g: Graph, x) -> Node:
-    """Of y + sqrt(y (y + 2)) it is acosh(1 + y), in the form that a term takes where y may be small."""
+def _add_log1p(g: Graph, x) -> Node:
+    """Add log1p, or acosh if the term has written it out.
+
+    Written out, acosh(1 + y) is log1p(y + sqrt(y (y + 2))).
+    """
     for y, root in (x.args, x.args[::-1]) if x.op == "add" else ():
-        if root is g.node("sqrt", y * (y + 2.0)) or root is g.node("sqrt", (y + 2.0) * y):
-            return g.node("acosh1p", y, root)
-    return g.node("log1p", x)
+        if root is g.add_node("sqrt", y * (y + 2.0)) or root is g.add_node("sqrt", (y + 2.0) * y):
+            return g.add_node("acosh1p", y, root)
+    return g.add_node("log1p", x)
 
 
-def _softplus(g: Graph, x, beta=1, threshold=20) -> Node:
+def _add_softplus(g: Graph, x, beta=1, threshold=20) -> Node:
     if beta != 1:
         raise Untraceable("softplus with another beta than 1")
-    return g.node("max", x, 0.0) + g.node("log1p", g.node("exp", -g.node("abs", x)))
+    # max(x, 0) + log1p(exp(-|x|)) overflows for no x, so `threshold` is not needed.
+    tail = g.add_node("log1p", g.add_node("exp", -g.add_node("abs", x)))
+    return g.add_node("max", x, 0.0) + tail
 
 
-#: What a term may call, by ATen's names: from its arguments, nodes or Python numbers, to a node.
+#: Operators that terms may call, by ATen's names. Each function takes nodes or Python numbers and
+#: returns a node.
 OPERATORS: dict[str, Callable[..., Node]] = {
     **{
-        op: partial(_apply, op)
+        op: partial(_add_operation, op)
         for op in (
             "mul",
             "div",
@@ -209,40 +294,41 @@ OPERATORS: dict[str, Callable[..., Node]] = {
             "detach",
         )
     },
-    "maximum": partial(_apply, "max"),
-    "minimum": partial(_apply, "min"),
-    "add": partial(_sum, "add"),
-    "sub": partial(_sum, "sub"),
-    "rsub": lambda g, a, b, alpha=1: _sum("sub", g, b, a, alpha),
+    "maximum": partial(_add_operation, "max"),
+    "minimum": partial(_add_operation, "min"),
+    "add": partial(_add_sum, "add"),
+    "sub": partial(_add_sum, "sub"),
+    "rsub": lambda g, a, b, alpha=1: _add_sum("sub", g, b, a, alpha),
     "addcmul": lambda g, a, b, c, value=1: a + b * c * value,
-    "reciprocal": lambda g, x: g.number(1) / x,
-    "rsqrt": lambda g, x: g.number(1) / g.node("sqrt", x),
-    "log1p": _log1p,
-    "pow": _power,
-    "acosh": _acosh,
-    "softplus": _softplus,
-    "relu": lambda g, x: where(x <= 0.0, 0.0, x),
-    "clamp": _clamp,
-    "clamp_min": _clamp,
-    "clamp_max": lambda g, x, high: _clamp(g, x, None, high),
-    "sign": lambda g, x: sign(x),
-    "masked_fill": lambda g, x, mask, value: g.node("where", mask, value, x),
-    "gt": lambda g, a, b: g.node("lt", b, a),
-    "ge": lambda g, a, b: g.node("le", b, a),
-    "ne": lambda g, a, b: ~g.node("eq", a, b),
+    "reciprocal": lambda g, x: g.add_number(1) / x,
+    "rsqrt": lambda g, x: g.add_number(1) / g.add_node("sqrt", x),
+    "log1p": _add_log1p,
+    "pow": _add_power,
+    "acosh": _add_acosh,
+    "softplus": _add_softplus,
+    "relu": lambda g, x: add_where(x <= 0.0, 0.0, x),
+    "clamp": _add_clamp,
+    "clamp_min": _add_clamp,
+    "clamp_max": lambda g, x, high: _add_clamp(g, x, None, high),
+    "sign": lambda g, x: add_sign(x),
+    "masked_fill": lambda g, x, mask, value: g.add_node("where", mask, value, x),
+    "gt": lambda g, a, b: g.add_node("lt", b, a),
+    "ge": lambda g, a, b: g.add_node("le", b, a),
+    "ne": lambda g, a, b: ~g.add_node("eq", a, b),
     **{
-        f"{kind}_{op}": partial(_apply, op)
+        f"{kind}_{op}": partial(_add_operation, op)
         for kind in ("logical", "bitwise")
         for op in ("and", "or", "not")
     },
-    "scalar_tensor": lambda g, value, **_: g.number(value),
-    "full_like": lambda g, x, value, **_: g.number(value),
-    "zeros_like": lambda g, x, **_: g.number(0),
-    "ones_like": lambda g, x, **_: g.number(1),
+    "scalar_tensor": lambda g, value, **_: g.add_number(value),
+    "full_like": lambda g, x, value, **_: g.add_number(value),
+    "zeros_like": lambda g, x, **_: g.add_number(0),
+    "ones_like": lambda g, x, **_: g.add_number(1),
     "_to_copy": lambda g, x, **_: x,
     "clone": lambda g, x, **_: x,
 }
-#: Why others are refused, where there is more to say than what is allowed.
+#: Reasons in the error for an operator that is not in OPERATORS. The default lists the allowed
+#: ones.
 ALLOWED = "allowed are " + ", ".join(sorted(name for name in OPERATORS if name[0] != "_"))
 OWN_TENSOR = "a tensor of its own; use a statistic, a parameter, a number"
 REFUSED = {
@@ -253,35 +339,42 @@ REFUSED = {
 
 
 class Tracer(TorchDispatchMode):
-    """Writes what is called on its tensors into a graph."""
+    """Record the operators that are called on its tensors as nodes of a graph."""
 
     def __init__(self):
         super().__init__()
         self.graph = Graph()
-        self.nodes: dict[
-            int, tuple[Tensor, Node]
-        ] = {}  # by ids of tensors, which are kept: an id is used once
+        # By id of the tensor. The tensors are kept alive, because Python may give a freed id to
+        # another one.
+        self.nodes: dict[int, tuple[Tensor, Node]] = {}
 
-    def tensor(self, op: str, place: int = 0) -> Tensor:
-        """A new argument."""
-        number = torch.full(
-            (1, 1), 0.5, dtype=torch.float32, device="cpu"
-        )  # what emitted kernels compute in
-        return self._kept(number, self.graph.node(op, value=place))
+    def add_argument(self, op: str, place: int = 0) -> Tensor:
+        """Return a new argument of the term.
 
-    def numbers(self, *counts: int) -> Iterator[tuple[Tensor, ...]]:
-        """So many arguments each of rows, columns and heads."""
-        return (
-            tuple(self.tensor(op, i) for i in range(n))
-            for op, n in zip(LEAVES[1:4], counts, strict=True)
-        )
+        Args:
+            op: One of LEAVES.
+            place: Index of a statistic or parameter. Default: 0.
+        """
+        # Float32 on the CPU, whatever the default dtype and device: emitted kernels compute in
+        # float32.
+        number = torch.full((1, 1), 0.5, dtype=torch.float32, device="cpu")
+        return self._record_node(number, self.graph.add_node(op, value=place))
 
-    def _kept(self, tensor: Tensor, node: Node) -> Tensor:
+    def add_arguments(self, rows: int, columns: int, heads: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yield new row statistics, column statistics and head parameters."""
+        for op, count in zip(INDEXED, (rows, columns, heads), strict=True):
+            yield tuple(self.add_argument(op, i) for i in range(count))
+
+    def _record_node(self, tensor: Tensor, node: Node) -> Tensor:
         self.nodes[id(tensor)] = tensor, node
         return tensor
 
-    def node(self, x):
-        """A tensor's node; what is no tensor stays as it is."""
+    def find_node(self, x):
+        """Return the node of a tensor, or an argument that is no tensor unchanged.
+
+        Raises:
+            Untraceable: The tensor was made outside the term, or without its arguments.
+        """
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self.nodes:
@@ -289,31 +382,39 @@ class Tracer(TorchDispatchMode):
         return self.nodes[id(x)][1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        # A trailing underscore means in place. On a fresh tensor that is the same as out of place.
         if name.removesuffix("_") in OPERATORS and name not in OPERATORS:
             name = name.removesuffix("_")
+            # Otherwise the graph would miss the change of the other tensor.
             self.check_changed(args[0])
         if name not in OPERATORS:
             why = next((why for why, names in REFUSED.items() if name in names.split()), ALLOWED)
             raise Untraceable(f"operator {name} ({why})")
-        arguments = [self.node(a) for a in args], {key: self.node(a) for key, a in kwargs.items()}
+        arguments = [self.find_node(a) for a in args]
+        named = {key: self.find_node(a) for key, a in kwargs.items()}
         try:
-            node = OPERATORS[name](self.graph, *arguments[0], **arguments[1])
+            node = OPERATORS[name](self.graph, *arguments, **named)
         except TypeError as error:
             raise Untraceable(
                 f"operator {name} with arguments that are not known ({error})"
             ) from error
-        return self._kept(func(*args, **kwargs), node)
+        return self._record_node(func(*args, **kwargs), node)
 
     def check_changed(self, x: Tensor) -> None:
-        """Refuse work in place on an argument, or on memory that another tensor shares."""
+        """Check that a tensor may be changed in place.
+
+        Raises:
+            Untraceable: It is an argument of the term, or shares memory with another tensor.
+        """
         shared = any(t.data_ptr() == x.data_ptr() and t is not x for t, _ in self.nodes.values())
-        if shared or self.node(x).op in LEAVES:
+        if shared or self.find_node(x).op in LEAVES:
             raise Untraceable("it changes an argument, or a tensor that shares memory, in place")
 
 
 class Distance(NamedTuple):
-    """What the methods of a `DistanceTerm` return."""
+    """Nodes of the methods of a `DistanceTerm`."""
 
     by_product: Node
     is_inexact: Node
@@ -323,7 +424,13 @@ class Distance(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """A term's graph: its logit, and the squared distance that a `DistanceTerm` reads."""
+    """The graph of a term.
+
+    Args:
+        graph: All nodes.
+        logit: The term's logit.
+        distance: Nodes of the squared distance, for a `DistanceTerm`; else None.
+    """
 
     graph: Graph
     logit: Node
@@ -331,30 +438,44 @@ class Traced:
 
     @cached_property
     def by_grad(self) -> tuple[dict[Node, Node], Node]:
-        """Gradients of the leaves and of the squared distance, from that of the logit."""
-        return self.through_logit(self.graph.node("local", value=GRAD))
+        """Gradients of the leaves and of the squared distance.
+
+        They come from the gradient of the logit.
+        """
+        return self.through_logit(self.graph.add_node("local", value=GRAD))
 
     def through_logit(self, seed: Node, masked: bool = True) -> tuple[dict[Node, Node], Node]:
-        """The same from a node; those of the leaves through the product form of the distance, where it is from that,
-        or unless `masked`, everywhere.
+        """Return gradients of the leaves and of the squared distance.
+
+        Args:
+            seed: Gradient of the logit.
+            masked: Exclude pairs whose distance came from differences from the gradients through
+                the product form. Default: yes.
         """
-        leaves = gradients((self.logit, None, seed))
-        distance = leaves.pop(self.graph.node("squared_distance"), self.graph.number(0))
+        # First from the logit to its leaves. The squared distance is one of them.
+        leaves = compute_gradients((self.logit, None, seed))
+        distance = leaves.pop(self.graph.add_node("squared_distance"), self.graph.add_number(0))
         if self.distance is not None:
-            by_product = ~self.graph.node("near", value=NEAR) if masked else None
-            for leaf, more in gradients((self.distance.by_product, by_product, distance)).items():
+            # Then from the squared distance to the leaves of its product form.
+            by_product = ~self.graph.add_node("near", value=NEAR) if masked else None
+            further = compute_gradients((self.distance.by_product, by_product, distance))
+            for leaf, more in further.items():
                 leaves[leaf] = leaves[leaf] + more if leaf in leaves else more
         return leaves, distance
 
 
-def trace(term) -> Traced:
-    """The graph of a `Term` (score.py, which builds on this).
+def trace_term(term) -> Traced:
+    """Return the graph of a term.
+
+    Args:
+        term: A `Term` (score.py, which imports this module).
 
     Raises:
-        Untraceable: it calls what is not in OPERATORS, branches on values, or reads tensors that are no arguments.
+        Untraceable: The term calls an operator that is not in OPERATORS, branches on values, or
+            reads tensors that are not its arguments.
     """
     try:
-        return alone(_trace, term)
+        return run_in_thread(_trace_formulas, term)
     except Exception as error:
         text = str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}"
         raise Untraceable(
@@ -362,36 +483,53 @@ def trace(term) -> Traced:
         ) from error
 
 
-def alone(function: Callable, *arguments) -> Any:
-    """Call a function in a thread of its own: modes and contexts of the caller belong to the caller's."""
+def run_in_thread(function: Callable, *arguments) -> Any:
+    """Call a function in its own thread.
+
+    No mode or context of the caller is active there.
+    """
     with ThreadPoolExecutor(1) as clean:
         return clean.submit(function, *arguments).result()
 
 
 def trace_reader(reader) -> tuple[Node, list[Node]]:
-    """What a `Reader` (score.py) reads: the factor, and statistics. Of rows d, of columns what it reads of vectors."""
+    """Return the nodes of a reader.
+
+    Its row argument is the width d. Its column arguments are the numbers that it reads of a vector.
+
+    Args:
+        reader: A `Reader` (score.py).
+
+    Returns:
+        The factor, and the statistics.
+    """
     tracer = Tracer()
-    row, column, head = tracer.numbers(1, reader.columns, reader.parameters)
+    row, column, head = tracer.add_arguments(1, reader.columns, reader.parameters)
     with tracer:
         factor, statistics = reader.read(row, column, head)
-    return tracer.node(factor), [tracer.node(x) for x in statistics]
+    return tracer.find_node(factor), [tracer.find_node(x) for x in statistics]
 
 
-def _trace(term) -> Traced:
+def _trace_formulas(term) -> Traced:
     tracer = Tracer()
-    dot, squared = tracer.tensor("dot"), tracer.tensor("squared_distance")
-    row, column, head = tracer.numbers(term.rows, term.columns, term.heads)
+    dot, squared = tracer.add_argument("dot"), tracer.add_argument("squared_distance")
+    row, column, head = tracer.add_arguments(term.rows, term.columns, term.heads)
+
+    def read_node(x, to_mask: bool = False) -> Node:
+        return tracer.graph.cast_argument(tracer.find_node(x), to_mask)
+
     with tracer:
-        of = lambda x, to_mask=False: tracer.graph.cast(tracer.node(x), to_mask)
         if hasattr(term, "by_product"):
             distance = Distance(
-                of(term.by_product(dot, row, column, head)),
-                of(term.is_inexact(squared, row, column, head), True),
-                tuple(of(x) for x in term.factors(row, column, head)),
-                term.left_out,
+                by_product=read_node(term.by_product(dot, row, column, head)),
+                is_inexact=read_node(term.is_inexact(squared, row, column, head), to_mask=True),
+                factors=tuple(read_node(x) for x in term.factors(row, column, head)),
+                left_out=term.left_out,
             )
-            return Traced(tracer.graph, of(term.score(dot, row, column, head, squared)), distance)
-        logit = of(term.logits(dot, row, column, head))
+            logit = read_node(term.score(dot, row, column, head, squared))
+            return Traced(tracer.graph, logit, distance)
+        logit = read_node(term.logits(dot, row, column, head))
+        # A second call with distances finds terms that read them without being a `DistanceTerm`.
         term.logits(dot, row, column, head, _refuse_distances)
         return Traced(tracer.graph, logit)
 
@@ -400,80 +538,101 @@ def _refuse_distances(_) -> Tensor:
     raise Untraceable("it reads squared distances and is no DistanceTerm (engines/score.py)")
 
 
-def _max(v: Node, a: Node, b: Node) -> tuple:
-    shared = where(v.graph.node("eq", a, b), v * 0.5, v)
+def _split_at_ties(v: Node, a: Node, b: Node) -> tuple:
+    """Return the parts of the adjoint for max(a, b).
+
+    Each argument gets half of it where both are equal.
+    """
+    shared = add_where(v.graph.add_node("eq", a, b), v * 0.5, v)
     return (~(a < b), shared), (~(b < a), shared)
 
 
-#: From an adjoint v, the node n and its arguments, to what each argument gets: nothing, an adjoint, or (mask, adjoint).
-#: A mask holds where a number is NaN, so that its gradient is too.
+#: Derivatives by operation: functions from an adjoint v, the node n and its arguments to one result
+#: per argument. A result is None (no gradient), an adjoint, or (mask, adjoint). Masks are negated
+#: comparisons, which are True for NaN: the gradient of NaN is then NaN too.
 DERIVATIVES: dict[str, Callable[..., tuple]] = {
     "add": lambda v, n, a, b: (v, v),
     "sub": lambda v, n, a, b: (v, -v),
     "mul": lambda v, n, a, b: (v * b, v * a),
-    "div": lambda v, n, a, b: (v * inverse(b), -(v * inverse(b)) * n),
+    "div": lambda v, n, a, b: (v * add_inverse(b), -(v * add_inverse(b)) * n),
     "neg": lambda v, n, a: (-v,),
-    "abs": lambda v, n, a: (v * sign(a),),
-    "sqrt": lambda v, n, a: ((~(a <= 0.0), v * (inverse(n) * 0.5)),),
+    "abs": lambda v, n, a: (v * add_sign(a),),
+    "sqrt": lambda v, n, a: ((~(a <= 0.0), v * (add_inverse(n) * 0.5)),),
     "exp": lambda v, n, a: (v * n,),
     "log": lambda v, n, a: (v / a,),
     "log1p": lambda v, n, a: (v / (a + 1.0),),
     "expm1": lambda v, n, a: (v * (n + 1.0),),
-    "sinh": lambda v, n, a: (v * n.graph.node("cosh_of_sinh", n),),
-    "cosh": lambda v, n, a: (v * n.graph.node("sinh", a),),
+    "sinh": lambda v, n, a: (v * n.graph.add_node("cosh_of_sinh", n),),
+    "cosh": lambda v, n, a: (v * n.graph.add_node("sinh", a),),
     "cosh_of_sinh": lambda v, n, a: (v * a / n,),
-    "tanh": lambda v, n, a: (v * (n.graph.number(1) - n * n),),
-    "sigmoid": lambda v, n, a: (v * (n * (n.graph.number(1) - n)),),
-    "acosh1p": lambda v, n, y, root: ((~(y <= 0.0), v * inverse(root)), None),
-    "max": lambda v, n, a, b: _max(v, a, b),
-    "min": lambda v, n, a, b: _max(v, a, b)[::-1],
+    "tanh": lambda v, n, a: (v * (n.graph.add_number(1) - n * n),),
+    "sigmoid": lambda v, n, a: (v * (n * (n.graph.add_number(1) - n)),),
+    "acosh1p": lambda v, n, y, root: ((~(y <= 0.0), v * add_inverse(root)), None),
+    "max": lambda v, n, a, b: _split_at_ties(v, a, b),
+    "min": lambda v, n, a, b: _split_at_ties(v, a, b)[::-1],
     "where": lambda v, n, c, a, b: (None, (c, v), (~c, v)),
 }
 
 
-def gradients(*adjoints: tuple[Node, Node | None, Node]) -> dict[Node, Node]:
-    """Of all leaves; from nodes, each with a mask that says where it counts, or None for everywhere, and an adjoint."""
+def compute_gradients(*adjoints: tuple[Node, Node | None, Node]) -> dict[Node, Node]:
+    """Return the gradients of all leaves.
+
+    Args:
+        adjoints: Start nodes, each with the mask where its adjoint counts (None: everywhere) and
+            the adjoint.
+    """
     waiting: dict[Node, list[tuple[Node | None, Node]]] = {}
     leaves: dict[Node, Node] = {}
     for node, mask, value in adjoints:
         waiting.setdefault(node, []).append((mask, value))
-    for node in ancestors(waiting):
+    # Users come before their arguments, so all adjoints of a node are known when it is reached.
+    for node in sort_ancestors(waiting):
         if node not in waiting or not node.varies:
             continue
-        mask, value = _joined(waiting[node])
+        mask, value = _sum_adjoints(waiting[node])
         if node.op in LEAVES:
-            leaves[node] = value if mask is None else where(mask, value, 0.0)
+            leaves[node] = value if mask is None else add_where(mask, value, 0.0)
             continue
-        for argument, part in zip(
-            node.args, DERIVATIVES[node.op](value, node, *node.args), strict=True
-        ):
+        parts = DERIVATIVES[node.op](value, node, *node.args)
+        # A node that several others use collects an adjoint from each.
+        for argument, part in zip(node.args, parts, strict=True):
             if part is not None and argument.varies:
                 extra, part = part if isinstance(part, tuple) else (None, part)
-                both = mask if extra is None else extra if mask is None else mask & extra
-                waiting.setdefault(argument, []).append((both, part))
+                waiting.setdefault(argument, []).append((_intersect_masks(mask, extra), part))
     return leaves
 
 
-def ancestors(nodes) -> Sequence[Node]:
-    """The nodes and all that they are computed from, users before what they use."""
+def sort_ancestors(nodes) -> Sequence[Node]:
+    """Return nodes and everything they are computed from, users first."""
     seen, todo = set(), list(nodes)
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
             todo += node.args
+    # Arguments have a lower order than their users.
     return sorted(seen, key=lambda node: -node.order)
 
 
-def _joined(adjoints: list[tuple[Node | None, Node]]) -> tuple[Node | None, Node]:
-    """The sum of adjoints, where one of their masks holds."""
+def _intersect_masks(a: Node | None, b: Node | None) -> Node | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def _sum_adjoints(adjoints: list[tuple[Node | None, Node]]) -> tuple[Node | None, Node]:
+    """Return the union of the masks and the sum of the adjoints.
+
+    Each adjoint counts within its mask.
+    """
     by_mask: dict[Node | None, Node] = {}
     for mask, value in adjoints:
         by_mask[mask] = by_mask[mask] + value if mask in by_mask else value
     (mask, value), *others = by_mask.items()
+    # With one mask for all, it can stay outside the sum and be applied later.
     if others and mask is not None:
-        value = where(mask, value, 0.0)
+        value = add_where(mask, value, 0.0)
     for other, more in others:
-        value = value + (more if other is None else where(other, more, 0.0))
+        value = value + (more if other is None else add_where(other, more, 0.0))
         mask = None if mask is None or other is None else mask | other
     return mask, value

@@ -1,4 +1,7 @@
-"""Hyperbolic space as the Poincaré ball: points, maps, distances, midpoints. Knows no attention."""
+"""Hyperbolic space as the Poincaré ball: points, maps, distances, midpoints.
+
+This package is independent of attention.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +11,7 @@ from .poincare import angular_similarity, depth
 __all__ = ["angular_similarity", "depth", "poincare"]
 
 if not TYPE_CHECKING:
-    #: What earlier versions had, and what serves in its place.
+    #: Names of earlier versions, and their replacements.
     _MOVED = {"lorentz": "geoopt.Lorentz(k=1/c)"} | dict.fromkeys(
         ("klein", "halfspace")
         + ("klein_to_poincare", "lorentz_to_poincare", "halfspace_to_poincare", "klein_to_lorentz")

@@ -14,8 +14,8 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..engines import DistanceTerm, PairScore, Points, ScoreTerm, Term, repeat_heads
 from ..engines.cpu import norms, squared_norms
-from ..engines.graph_torch import graph_of, vjp
-from ..engines.score import TERMS, euclidean, working_dtype
+from ..engines.graph_torch import evaluate_with_vjp, graph_of
+from ..engines.score import TERMS, euclidean_distances, working_dtype
 from ..engines.trace import Untraceable
 from ..geometry.scalars import at_least
 from .hype.positions import from_first
@@ -144,7 +144,9 @@ class Dense(torch.autograd.Function):
         a, b = ctx.term.rows, ctx.term.rows + ctx.term.columns
         graph: Any = graph_of(ctx.term)
         near = None if squared is None else torch.ones_like(squared, dtype=torch.bool)
-        _, pull = vjp(graph, dot, numbers[:a], numbers[a:b], numbers[b:], squared, near)
+        _, pull = evaluate_with_vjp(
+            graph, dot, numbers[:a], numbers[a:b], numbers[b:], squared, near
+        )
         d_dot, *others = pull(grads[0])
         d_squared: Any = None if squared is None else others.pop()
         gradients = [d_dot, d_squared, *(g for part in others for g in part)]
@@ -235,7 +237,9 @@ class PairSpace(NamedTuple):
             self.scale**0.5,
         )
         q, k = query.to(dtype) * root, repeat_heads(key.to(dtype), heads) * root
-        squared = euclidean(q, k).square() if "square" in self.definition.sides[0] else None
+        squared = (
+            euclidean_distances(q, k).square() if "square" in self.definition.sides[0] else None
+        )
         rows = [x[..., :, None] for x in row]
         columns = [repeat_heads(x, heads)[..., None, :] for x in column]
         numbers = (q @ k.mT, squared, *rows, *columns, *(x[:, None, None] for x in head))

@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 from ..config import MechanismConfig, option
 from ..engines import Options, attention, register_term
 from ..engines.score import TERMS, upcast_for_grad
-from ..engines.trace import GRAD, LEAVES, ancestors, gradients, trace
+from ..engines.trace import GRAD, LEAVES, compute_gradients, sort_ancestors, trace_term
 from ..fields import LARGEST, refuse, short
 from ..registry import MECHANISMS, Mechanism, register
 from .base import Host, HostCall
@@ -406,21 +406,24 @@ def formula_of(d: Definition) -> str:
     Raises:
         ValueError: it cannot be traced, does not tell keys apart, or does not depend on a parameter.
     """
-    t = trace(make_term(d))
-    owner, leaves = f"score {d.name!r}", {n for n in ancestors([t.logit]) if n.op in LEAVES}
+    t = trace_term(make_term(d))
+    owner, leaves = f"score {d.name!r}", {n for n in sort_ancestors([t.logit]) if n.op in LEAVES}
     if not any(n.op in ("dot", "squared_distance", "column") for n in leaves):
         raise ValueError(
             f"{owner} does not depend on the key, so that it changes nothing; read the key, or the pair"
         )
     slopes = {
-        n for n, slope in gradients((t.logit, None, t.graph.node("local", value=GRAD))).items()
+        n
+        for n, slope in compute_gradients(
+            (t.logit, None, t.graph.add_node("local", value=GRAD))
+        ).items()
     }
     for i, name in enumerate(d.learned):
-        if t.graph.node("head", value=i) not in slopes:
+        if t.graph.add_node("head", value=i) not in slopes:
             raise ValueError(
                 f"{owner} does not depend on its parameter {name!r}; use it, or leave it out"
             )
-    numbers = {n: i for i, n in enumerate(reversed(ancestors([t.logit])))}
+    numbers = {n: i for i, n in enumerate(reversed(sort_ancestors([t.logit])))}
     lines = [f"{n.op} {[numbers[a] for a in n.args]} {n.value}" for n in numbers]
     x = torch.linspace(-2, 3, 24, dtype=torch.float64).reshape(3, 8).sin()
     for key, statistic in d.statistics.items():

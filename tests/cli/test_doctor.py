@@ -39,11 +39,11 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path, capsys, case):
     monkeypatch.setattr(native, "_logged", set())
     monkeypatch.setattr(library, "TABLES", {})
     monkeypatch.setattr(library, "CORES", {})
-    native.load.cache_clear()
+    native.load_library.cache_clear()
     try:
         assert main(["doctor", "--json"]) == 0
     finally:
-        native.load.cache_clear()
+        native.load_library.cache_clear()
     report = json.loads(capsys.readouterr().out)
     assert (
         report["cone attention"].startswith("blockwise") and report["key-tied hsa"] == "plain torch"

@@ -62,7 +62,7 @@ def test_every_block_is_run():
     assert all(any(text in block for text in run_here) for block in BLOCKS) and len(BLOCKS) == len(
         run_here
     )
-    assert set(NAMES) == set(MECHANISMS) & set(re.findall(r'@ha.score\("(\w+)"', PAGE))
+    assert set(NAMES) == set(MECHANISMS) & set(re.findall(r'@ha.score\(\s*"(\w+)"', PAGE))
 
 
 @pytest.mark.parametrize("name", NAMES)

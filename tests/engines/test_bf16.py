@@ -150,7 +150,7 @@ def test_one_key_alone_leaves_nothing_for_its_logit():
 def amx() -> bool:
     """Whether the CPU has tiles for bfloat16 and this process may use them, as Linux says; asks it for them."""
     info = Path("/proc/cpuinfo")
-    if "v4_bf16" not in native.levels() or not {"amx_tile", "amx_bf16"} <= set(
+    if "v4_bf16" not in native.read_levels() or not {"amx_tile", "amx_bf16"} <= set(
         info.read_text().split()
     ):
         return False
@@ -217,7 +217,7 @@ def test_what_earlier_calls_left_in_memory_is_not_added(shape):
 )
 def test_without_the_instruction(level, more, monkeypatch, tmp_path):
     """Other CPUs take pairs or widen: the same results but for rounding."""
-    if level not in (*native.levels(), native.BUILD):
+    if level not in (*native.read_levels(), native.BUILD):
         pytest.skip(f"no CPU of level {level}")
     if more and not amx():
         pytest.skip("pairs are what this CPU takes anyway")
@@ -226,12 +226,12 @@ def test_without_the_instruction(level, more, monkeypatch, tmp_path):
     here = {name: both(call, tensors)[0] for name, call in CALLS.items()}
     decoded = {name: call(*few, backend="cpu") for name, call in CALLS.items()}
     monkeypatch.setenv(native.SETTING, level)
-    flags = native.flags()
-    monkeypatch.setattr(native, "flags", lambda: [*flags, *more.split()])
+    flags = native.compiler_flags()
+    monkeypatch.setattr(native, "compiler_flags", lambda: [*flags, *more.split()])
     monkeypatch.setattr(library, "TABLES", {})
     monkeypatch.setattr(library, "CORES", {})
     monkeypatch.setattr(dispatch, "RESOLVED", {})
-    native.load.cache_clear()
+    native.load_library.cache_clear()
     try:
         for name in ("umbral", "geodesic", "hype"):
             out, grads = both(CALLS[name], tensors)[0]
@@ -248,4 +248,4 @@ def test_without_the_instruction(level, more, monkeypatch, tmp_path):
         assert attention(score, tensors[2], Options(), backend="cpu")[0].isfinite().all()
         assert library.bfloat16_products() == ("by avx512_bf16" if more else "as float32")
     finally:
-        native.load.cache_clear()
+        native.load_library.cache_clear()

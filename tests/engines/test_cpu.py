@@ -9,7 +9,7 @@ from torch import nn
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, attention, cpu, dispatch, dot_score, native
 from hf_hyperattn.engines.cpu import kernels, library, norms, squared_norms
-from hf_hyperattn.engines.cpu.kernels import chunks_of, forward
+from hf_hyperattn.engines.cpu.kernels import count_chunks, forward
 from hf_hyperattn.engines.score import TERMS, ScoreTerm, Term
 from hf_hyperattn.mechanisms.hyperbolic.midpoint import einstein
 from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace
@@ -246,9 +246,9 @@ def test_threads_do_not_change_the_outcome(name, threads):
 
 def test_chunks_of_a_backward_pass(threads):
     threads(1)
-    assert chunks_of(1, 100) == 1
+    assert count_chunks(1, 100) == 1
     threads(2)
-    assert chunks_of(8, 100) == 1 and chunks_of(3, 100) == 3 and chunks_of(1, 2) == 2
+    assert count_chunks(8, 100) == 1 and count_chunks(3, 100) == 3 and count_chunks(1, 2) == 2
 
 
 @needs_compiler
@@ -357,7 +357,7 @@ def test_blocks_where_nothing_is_compiled(monkeypatch, tmp_path, caplog, off):
     monkeypatch.setenv(
         *(("HF_HYPERATTN_NATIVE", "0") if off == "turned off" else ("CXX", "/no/compiler"))
     )
-    native.load.cache_clear()
+    native.load_library.cache_clear()
     cpu.log_once.cache_clear()
     dispatch.RESOLVED.clear()
     q, k, v = qkv(batch=1, heads=2, lq=200, d=8, dtype=torch.float32)
@@ -365,7 +365,7 @@ def test_blocks_where_nothing_is_compiled(monkeypatch, tmp_path, caplog, off):
         with caplog.at_level(logging.WARNING, "hf_hyperattn"):
             outs = [F.cone_attention(q, k, v, backend=b) for b in ("cpu", "auto")]
     finally:
-        native.load.cache_clear()
+        native.load_library.cache_clear()
     for out in outs:
         assert_close(out, F.cone_attention(q, k, v, backend="blockwise"), 1e-6, "output")
     assert ["is not compiled" in r.getMessage() for r in caplog.records] == [True]
@@ -387,15 +387,15 @@ def test_gradients_of_masks_come_from_the_blocks():
 @pytest.mark.parametrize("name", ["umbral", "geodesic"])
 def test_narrow_vectors_of_any_cpu(name, monkeypatch, tmp_path):
     """Vectors of four without instructions of any one CPU, as on ARM: built anew, forward and backward."""
-    flags = native.flags()
+    flags = native.compiler_flags()
     # GCC marks tables as unique in a process, so that the ones of a score that was loaded before would be taken again
-    apart = [] if "clang" in native.compiler()[0] else ["-fno-gnu-unique"]
-    monkeypatch.setattr(native, "flags", lambda: [*flags, "-DHYPER_PLAIN", *apart])
+    apart = [] if "clang" in native.find_compiler()[0] else ["-fno-gnu-unique"]
+    monkeypatch.setattr(native, "compiler_flags", lambda: [*flags, "-DHYPER_PLAIN", *apart])
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
     monkeypatch.setattr(library, "TABLES", {})
     monkeypatch.setattr(library, "CORES", {})
     monkeypatch.setattr(dispatch, "RESOLVED", {})
-    native.load.cache_clear()
+    native.load_library.cache_clear()
     try:
         q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=70, lk=300, d=21, dtype=torch.float32)
         found = {}
@@ -405,7 +405,7 @@ def test_narrow_vectors_of_any_cpu(name, monkeypatch, tmp_path):
             found[backend] = out, torch.autograd.grad(out.cos().sum(), leaves)
         few = [CALLS[name](q[:, :, :1], k, v, backend=b) for b in ("cpu", "reference")]
     finally:
-        native.load.cache_clear()
+        native.load_library.cache_clear()
     assert_close(found["cpu"][0], found["reference"][0], 2e-5, "output")
     assert_gradients(found["cpu"][1], found["reference"][1], 1e-4, "qkv")
     assert_close(*few, 2e-5, "one query")

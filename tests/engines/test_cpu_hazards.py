@@ -54,12 +54,12 @@ def test_functions_are_exact_to_the_last_digits_and_keep_nan(more, tmp_path, mon
     """Constants that are apart for accuracy stay apart, whatever the compiler may do to sums."""
     if more and native.platform.machine() != "x86_64":
         pytest.skip("for x86")
-    flags = [f for f in native.flags() if not (more and f.startswith("-D"))]
-    monkeypatch.setattr(native, "flags", lambda: [*flags, *more.split()])
+    flags = [f for f in native.compiler_flags() if not (more and f.startswith("-D"))]
+    monkeypatch.setattr(native, "compiler_flags", lambda: [*flags, *more.split()])
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
     source = tmp_path / "functions.cpp"
     source.write_text(FUNCTIONS.format(header=library.HERE / "vectors.h"))
-    compute, random = native.load("functions", source).compute, np.random.default_rng(0)
+    compute, random = native.load_library("functions", source).compute, np.random.default_rng(0)
     for which, (exact, uniform, powers, sign) in enumerate(RANGES):
         x = (
             np.concatenate([random.uniform(*uniform, 2**14), 10 ** random.uniform(*powers, 2**14)])
@@ -264,7 +264,7 @@ def test_what_a_killed_build_left_is_cleared_away(tmp_path, monkeypatch):
     left = tmp_path / f"{native.library_name('one', [source])}.killed"
     left.mkdir()
     (left / "half.o").write_text("")
-    assert native.load("one", source).one() == 1 and not left.exists()
+    assert native.load_library("one", source).one() == 1 and not left.exists()
 
 
 def test_denormal_numbers_live_on():
@@ -329,7 +329,9 @@ def test_rows_of_one_key_have_no_gradient_of_rounding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [level for level in ("v2", "v3") if level in native.levels()])
+@pytest.mark.parametrize(
+    "level", [level for level in ("v2", "v3") if level in native.read_levels()]
+)
 def test_every_score_is_as_exact_with_the_instructions_of_older_cpus(level):
     """Outputs and gradients against float64, of all scores that are written in C++, in a process of that level."""
     tests = ["test_trace.py", "test_engine_kit.py", "test_cpu_hazards.py", "test_fuzz_gradients.py"]

@@ -17,7 +17,7 @@ from hf_hyperattn.engines import (
     dispatch,
     dot_score,
 )
-from hf_hyperattn.engines.score import TERMS, learns
+from hf_hyperattn.engines.score import TERMS, requires_backward
 from hf_hyperattn.functional import cone_attention
 from hf_hyperattn.mechanisms.cone.functional import cone_space
 from hf_hyperattn.mechanisms.hype.score import with_hype
@@ -38,7 +38,7 @@ def chosen(batch, heads, n, m, training=False, weights=False, dot=False):
     score = (
         dot_score(q, k) if dot else cone_space(q, "umbral", None, 1.0, 1.0, True, False).score(q, k)
     )
-    return dispatch.choose(score, v, Options(), weights)
+    return dispatch.choose_engine(score, v, Options(), weights)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
@@ -96,7 +96,7 @@ def test_the_dense_engine_never_holds_a_large_matrix(compiled):
             shape = (batch, *rest)
             elements = torch.Size(shape).numel()
             for training in (False, True):
-                assert elements <= dense.MOST or not dense.pays(shape, training, compiled)
+                assert elements <= dense.MOST or not dense.is_fastest(shape, training, compiled)
 
 
 def test_a_dot_product_goes_to_sdpa(compiled):
@@ -113,7 +113,7 @@ def test_a_bias_is_evaluated_in_compiled_tiles_and_columns_where_there_are_none(
     )
     number = torch.full((1,), 0.01)
     score = with_hype(dot_score(q, k), (at, at), number, number, "cosh", 64.0)
-    assert dispatch.choose(score, v, Options(), False) == ("cpu" if compiled else "sdpa")
+    assert dispatch.choose_engine(score, v, Options(), False) == ("cpu" if compiled else "sdpa")
 
 
 def test_every_shape_gives_the_same_result_by_auto(compiled, monkeypatch):
@@ -146,7 +146,7 @@ def test_numbers_of_any_kind_can_be_learned(place):
     q, k, v = qkv(batch=1, heads=2, lq=1, lk=8, d=4, dtype=torch.float32)
     shape = {"row": (1, 2, 1), "column": (1, 2, 8), "head": (2,)}[place]
     term = ScoreTerm(DOT, lambda: q @ k.mT, **{place: (torch.zeros(shape, requires_grad=True),)})
-    assert learns(PairScore(q, k, (term,)), v, Options())
+    assert requires_backward(PairScore(q, k, (term,)), v, Options())
 
 
 def call_of(n=8, m=16, **changes):
@@ -195,7 +195,7 @@ def test_calls_that_differ_in_one_thing_are_resolved_apart(monkeypatch):
         return lambda *_: (value, None)
 
     monkeypatch.delenv("HF_HYPERATTN_NATIVE", raising=False)
-    monkeypatch.setattr(dispatch, "resolve", resolve)
+    monkeypatch.setattr(dispatch, "resolve_engine", resolve)
     monkeypatch.setattr(dispatch, "RESOLVED", {})
     calls = {"plain": {}, **OTHERWISE}
     for again in (False, True):

@@ -31,7 +31,7 @@ ADD = 'extern "C" int add(int a, int b) { return a + b + OFFSET; }\n'
 
 def built_here() -> bool:
     try:
-        subprocess.run([*native.compiler(), "--version"], capture_output=True, check=True)
+        subprocess.run([*native.find_compiler(), "--version"], capture_output=True, check=True)
     except (RuntimeError, OSError, subprocess.CalledProcessError):
         return False
     return True
@@ -45,9 +45,9 @@ posix = pytest.mark.skipif(os.name != "posix", reason="rights of POSIX")
 def place(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path / "built"))
     monkeypatch.delenv("HF_HYPERATTN_NATIVE", raising=False)
-    native.load.cache_clear()
+    native.load_library.cache_clear()
     yield tmp_path
-    native.load.cache_clear()
+    native.load_library.cache_clear()
 
 
 def source(place: Path, offset: int) -> Path:
@@ -59,16 +59,16 @@ def source(place: Path, offset: int) -> Path:
 @needs_compiler
 def test_builds_keeps_and_rebuilds_when_the_source_changes(place, monkeypatch):
     path = source(place, 0)
-    library = native.load("add", path)
+    library = native.load_library("add", path)
     assert library.add(2, 3) == 5
     (kept,) = (place / "built").glob("*.so")
-    monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("built again"))
-    native.load.cache_clear()
-    assert native.load("add", path).add(2, 3) == 5
+    monkeypatch.setattr(native, "_compile_into_place", lambda *_: pytest.fail("built again"))
+    native.load_library.cache_clear()
+    assert native.load_library("add", path).add(2, 3) == 5
     monkeypatch.undo()
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(place / "built"))
-    native.load.cache_clear()
-    assert native.load("add", source(place, 10)).add(2, 3) == 15
+    native.load_library.cache_clear()
+    assert native.load_library("add", source(place, 10)).add(2, 3) == 15
     assert kept.exists() and len(list((place / "built").glob("*.so"))) == 2
 
 
@@ -76,7 +76,7 @@ def test_builds_keeps_and_rebuilds_when_the_source_changes(place, monkeypatch):
 def test_processes_that_build_at_once(place):
     """Two start together on an empty directory; all get a library that works, and nothing half-made is left."""
     path = source(place, 1)
-    code = f"print(native.load('add', Path({str(path)!r})).add(2, 3))"
+    code = f"print(native.load_library('add', Path({str(path)!r})).add(2, 3))"
     runs = [
         subprocess.Popen([sys.executable, "-c", ALONE + code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -88,7 +88,7 @@ def test_processes_that_build_at_once(place):
 def test_turned_off(place, monkeypatch, caplog):
     monkeypatch.setenv("HF_HYPERATTN_NATIVE", "0")
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
-        assert native.load("add", source(place, 2)) is None
+        assert native.load_library("add", source(place, 2)) is None
     assert not caplog.records and not (place / "built").exists()
     q = torch.ones(1, 1, 20, 16)
     assert key_tied(q, q, q, (4,), is_causal=True)[0].shape == q.shape
@@ -112,7 +112,7 @@ def test_one_line_where_it_cannot_be_built(place, monkeypatch, caplog, broken):
         (place / "built").write_text("a file where the directory should be")
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         for name in ("add", "add", "another"):
-            assert native.load(name, path) is None
+            assert native.load_library(name, path) is None
     assert len(caplog.records) == 1
     message = caplog.records[0].getMessage()
     expected = {
@@ -130,7 +130,7 @@ def test_the_name_says_what_a_library_depends_on(place, monkeypatch):
     assert name == native.library_name("add", [source(place, 4)])
     assert name != native.library_name("add", [source(place, 5)])
     path = source(place, 4)
-    for what, value in (("flags", lambda: ["-O0"]), ("cpu", lambda: "another")):
+    for what, value in (("compiler_flags", lambda: ["-O0"]), ("describe_cpu", lambda: "another")):
         with monkeypatch.context() as patch:
             patch.setattr(native, what, value)
             assert name != native.library_name("add", [path]), what
@@ -145,28 +145,28 @@ def test_a_compiler_beside_the_interpreter_is_found(place, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(place))
     monkeypatch.setattr(sys, "executable", str(place / "bin" / "python"))
-    assert native.compiler() == [str(place / "bin" / "g++")]
+    assert native.find_compiler() == [str(place / "bin" / "g++")]
 
 
 def test_a_lock_goes_with_its_holder(place):
     """A process that is killed while it builds leaves nothing that others wait for."""
     pytest.importorskip("fcntl")
-    code = f"with native.locked(Path({str(place / 'lock')!r})): os._exit(9)"
+    code = f"with native.hold_lock(Path({str(place / 'lock')!r})): os._exit(9)"
     assert subprocess.run([sys.executable, "-c", ALONE + code]).returncode == 9
-    with native.locked(place / "lock"):
+    with native.hold_lock(place / "lock"):
         assert (place / "lock").exists()
 
 
 def test_only_a_compiler_is_needed(place, monkeypatch):
     """Not ninja, nor torch's headers, nor anything of an activated environment."""
     compiler = (
-        shutil.which(native.compiler()[0]) if built_here() else pytest.skip("no C++ compiler")
+        shutil.which(native.find_compiler()[0]) if built_here() else pytest.skip("no C++ compiler")
     )
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
     monkeypatch.setitem(sys.modules, "ninja", None)
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
-    assert native.load("add", source(place, 6)).add(2, 3) == 11
+    assert native.load_library("add", source(place, 6)).add(2, 3) == 11
 
 
 # what lies in the cache is checked before it is loaded
@@ -208,7 +208,7 @@ def garble(library: Path) -> None:
 
 
 def sign(library: Path) -> None:
-    library.with_suffix(".sha256").write_text(native.checksum(library))
+    library.with_suffix(".sha256").write_text(native.hash_library(library))
 
 
 def garbled(content: bytes) -> bytes:
@@ -220,21 +220,21 @@ def planted(library: Path) -> Path:
     """A whole library of another source in the same folder, which would return another number."""
     path = library.parent.parent / "planted.cpp"
     path.write_text(ADD.replace("OFFSET", "1000"))
-    return native.built("add", [path])
+    return native.build_library("add", [path])
 
 
 @needs_compiler
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_bad_library_is_built_anew_and_never_loaded(place, damage):
     path = source(place, 7)
-    library = native.built("add", [path])
+    library = native.build_library("add", [path])
     whole = library.read_bytes()
     # the file that this process has loaded stays whole: it is read once more when the process ends
     shutil.copy2(library, place / "copy")
     os.replace(place / "copy", library)
     DAMAGE[damage](library)
     # in a process of its own: before, some of these killed it
-    code = f"print(native.load('add', Path({str(path)!r})).add(2, 3))"
+    code = f"print(native.load_library('add', Path({str(path)!r})).add(2, 3))"
     done = subprocess.run(
         [sys.executable, "-c", ALONE + code], capture_output=True, text=True, timeout=240
     )
@@ -267,12 +267,12 @@ NOT_OWN = {
 @pytest.mark.parametrize("case", NOT_OWN)
 def test_nothing_is_loaded_from_a_directory_that_others_may_fill(place, monkeypatch, caplog, case):
     path = source(place, 8)
-    native.built("add", [path])  # a whole library with its checksum lies there
+    native.build_library("add", [path])  # a whole library with its checksum lies there
     spoil, message = NOT_OWN[case]
     spoil(place / "built", monkeypatch)
     monkeypatch.setattr(native.ctypes, "CDLL", lambda *_: pytest.fail("loaded"))
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
-        assert native.load("add", path) is None
+        assert native.load_library("add", path) is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert (
         message in line
@@ -301,14 +301,14 @@ def test_a_compiler_that_compiles_nothing_leaves_nothing(place, monkeypatch, cap
     (place / "my compiler").chmod(0o755)
     monkeypatch.setenv("CXX", f"'{place / 'my compiler'}' -v")
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
-        assert native.load("add", source(place, 10)) is None
+        assert native.load_library("add", source(place, 10)) is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert re.search(message, line) and "\n" not in line and len(line) < 400
     assert not list((place / "built").glob("*.so")) and not list((place / "built").glob("*.sha256"))
     if built_here():  # and a better one is used
         monkeypatch.delenv("CXX")
-        native.load.cache_clear()
-        assert native.load("add", source(place, 10)).add(2, 3) == 15
+        native.load_library.cache_clear()
+        assert native.load_library("add", source(place, 10)).add(2, 3) == 15
 
 
 @pytest.mark.skipif(
@@ -319,9 +319,9 @@ def test_nothing_is_compiled_where_nothing_may_run(place, monkeypatch, caplog):
     if os.system(f"mount -t tmpfs -o noexec,mode=700 tmpfs {place / 'built'} 2>/dev/null") != 0:
         pytest.skip("may not mount")
     try:
-        monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled"))
+        monkeypatch.setattr(native, "_compile_into_place", lambda *_: pytest.fail("compiled"))
         with caplog.at_level(logging.WARNING, "hf_hyperattn"):
-            assert native.load("add", source(place, 11)) is None
+            assert native.load_library("add", source(place, 11)) is None
         (line,) = [record.getMessage() for record in caplog.records]
         assert "noexec" in line and "HF_HYPERATTN_BUILD_DIR" in line
     finally:
@@ -333,7 +333,7 @@ def test_nothing_is_compiled_where_nothing_may_run(place, monkeypatch, caplog):
 def test_the_directory_is_the_users_alone(place):
     old = os.umask(0)
     try:
-        native.load("add", source(place, 9))
+        native.load_library("add", source(place, 9))
     finally:
         os.umask(old)
     assert (place / "built").stat().st_mode & 0o777 == 0o700
@@ -359,18 +359,18 @@ def test_a_level_needs_those_before_it(flags, levels, monkeypatch):
         ("riscv64", []),
     ):  # it may be emulated
         monkeypatch.setattr(native.platform, "machine", lambda machine=machine: machine)
-        assert native.levels.__wrapped__() == found
+        assert native.read_levels.__wrapped__() == found
 
 
 def test_the_best_level_of_the_wheel_is_taken(monkeypatch):
     monkeypatch.delenv("HF_HYPERATTN_NATIVE", raising=False)
-    monkeypatch.setattr(native, "levels", lambda: ["v2", "v3", "v4"])
+    monkeypatch.setattr(native, "read_levels", lambda: ["v2", "v3", "v4"])
     for carried, taken in (("v2 v3", "v3"), ("v2 v3 v4 v4_bf16", "v4"), ("v4_bf16", None)):
         libraries = dict.fromkeys(carried.split(), "")
         monkeypatch.setattr(
-            native, "manifest", lambda libraries=libraries: {"libraries": libraries}
+            native, "read_manifest", lambda libraries=libraries: {"libraries": libraries}
         )
-        assert native.level() == taken
+        assert native.choose_level() == taken
 
 
 @pytest.fixture
@@ -383,29 +383,29 @@ def carried(place, monkeypatch):
     made = folder / "v2.so"
     path = place / "made.cpp"
     path.write_text(ADD.replace("OFFSET", "100"))
-    shutil.copy(native.built("made", [path]), made)
+    shutil.copy(native.build_library("made", [path]), made)
     sources = ["engines/cpu/core.cpp", "engines/native.py"]
     said = {
         "names": ["add"],
         "sources": sources,
-        "fingerprint": native.fingerprint(sources),
+        "fingerprint": native.hash_sources(sources),
         "scores": {},
     }
     said["libraries"] = {"v2": hashlib.sha256(made.read_bytes()).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(said))
     monkeypatch.setattr(native, "PREBUILT", folder)
     monkeypatch.setattr(native, "MANIFEST", folder / "manifest.json")
-    monkeypatch.setattr(native, "levels", lambda: ["v2"])
+    monkeypatch.setattr(native, "read_levels", lambda: ["v2"])
     monkeypatch.setattr(native, "_logged", set())
-    for cached in (native.load, native.manifest, native._open_prebuilt):
+    for cached in (native.load_library, native.read_manifest, native._open_prebuilt):
         cached.cache_clear()
     yield folder
-    for cached in (native.load, native.manifest, native._open_prebuilt):
+    for cached in (native.load_library, native.read_manifest, native._open_prebuilt):
         cached.cache_clear()
 
 
 def loaded(place: Path, name: str = "add") -> int:
-    library = native.load(name, source(place, 3))
+    library = native.load_library(name, source(place, 3))
     return None if library is None else library.add(2, 3)
 
 
@@ -422,7 +422,7 @@ def test_which_library_is_taken(place, carried, monkeypatch, wish, result, tuned
     monkeypatch.setenv("HF_HYPERATTN_NATIVE", wish)
     assert loaded(place) == result
     # what is built beside a library of the wheel is of the same level: both must know registers of one width
-    assert not tuned or f"-march={tuned}" in native.flags()
+    assert not tuned or f"-march={tuned}" in native.compiler_flags()
 
 
 @pytest.mark.parametrize("wish", ["v3", "v9", "fast"])
@@ -464,7 +464,7 @@ def test_a_damaged_wheel_is_never_loaded(place, carried, monkeypatch, caplog, wh
 
 
 def test_a_source_names_no_path_of_the_installation():
-    text = library.text_of(
+    text = library.write_source(
         "dot+*umbral_on_product", True, "", "1 cone umbral xi squared=True clamp=False"
     )
     assert '#include "engines/cpu/score.h"' in text and str(native.PACKAGE.parent) not in text
@@ -473,14 +473,14 @@ def test_a_source_names_no_path_of_the_installation():
 @needs_compiler
 def test_one_line_says_that_something_is_built(place, monkeypatch, capfd):
     path = source(place, 12)
-    native.built("add", [path])
-    native.built("add", [path])
+    native.build_library("add", [path])
+    native.build_library("add", [path])
     (line,) = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"hf_hyperattn: compiling add for this CPU, once, into .*/built \.\.\. \d+\.\d s", line
     )
     monkeypatch.setattr(native.logger, "level", logging.ERROR)
     native.logger.manager._clear_cache()
-    native.built("other", [path])
+    native.build_library("other", [path])
     native.logger.manager._clear_cache()
     assert not capfd.readouterr().err

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import Options, ScoreTerm, attention, dot_score
-from hf_hyperattn.engines.dispatch import choose
+from hf_hyperattn.engines.dispatch import choose_engine
 from hf_hyperattn.engines.score import DOT
-from hf_hyperattn.engines.sdpa import MEETINGS, columns_of, rounds, supports, unsupported_reason
+from hf_hyperattn.engines.sdpa import (
+    MEETINGS,
+    is_rounded,
+    make_columns,
+    supports,
+    unsupported_reason,
+)
 from hf_hyperattn.functional import hype_attention
 from tests.oracles.cases import TOLERANCE, assert_close, assert_gradients, qkv, tensor
 
@@ -145,7 +151,7 @@ def test_columns_are_added_to_the_product(n, gate, terms):
 def test_terms_add_up_to_the_columns(dtype, size):
     """Products of the parts keep 20 bits and more of what 8 or 11 bits would round."""
     piece = low_rank(N, M, scale=size)
-    left, right = columns_of(piece, 0.125, dtype, with_row=True)
+    left, right = make_columns(piece, 0.125, dtype, with_row=True)
     assert left.dtype == right.dtype == dtype and left.shape[-1] == right.shape[-1] <= 18
     got = left.double() @ right.double().mT * 0.125
     assert_close(got, piece.definition(), 4e-6 * max(1.0, size**2), "logits")
@@ -179,20 +185,20 @@ def test_what_it_cannot_do_is_refused_and_auto_goes_elsewhere(what):
 def test_auto_takes_it_for_dot_products_alone():
     q, k, v = qkv(1, 4, lq=100, d=6)
     score, plain = dot_score(q, k), Options(is_causal=True)
-    assert choose(score, v, plain, weights=False) == "sdpa"
-    assert choose(score, v, plain, weights=True) == "reference"
+    assert choose_engine(score, v, plain, weights=False) == "sdpa"
+    assert choose_engine(score, v, plain, weights=True) == "reference"
     assert (
-        choose(score, v, Options(dropout_p=0.5), weights=False) == "blockwise"
+        choose_engine(score, v, Options(dropout_p=0.5), weights=False) == "blockwise"
     )  # there it stores all pairs
-    assert choose(score.weighted(torch.ones(4)), v, plain, weights=False) == "blockwise"
+    assert choose_engine(score.weighted(torch.ones(4)), v, plain, weights=False) == "blockwise"
     assert (
-        choose(
+        choose_engine(
             score.plus(ScoreTerm(DOT, lambda: score.query @ score.key.mT)), v, plain, weights=False
         )
         == "blockwise"
     )
     few = dot_score(q[:, :, :3], k[:, :, :3])
-    assert choose(few, v[:, :, :3], plain, weights=False) == "reference"
+    assert choose_engine(few, v[:, :, :3], plain, weights=False) == "reference"
 
 
 def test_nothing_visible_and_no_keys():
@@ -209,5 +215,9 @@ def test_nothing_visible_and_no_keys():
 def test_a_mask_of_numbers_is_told_from_one_that_hides(dtype):
     """Off the CPU kernels add masks in half precision: 4097 logits become 4096, or as much as 4112."""
     hides = torch.tensor([0.0, -torch.inf, torch.finfo(dtype).min], dtype=dtype).float()
-    assert not rounds(None, dtype) and not rounds(hides == 0, dtype) and not rounds(hides, dtype)
-    assert rounds(torch.tensor([0.0, -4097.0]), dtype)
+    assert (
+        not is_rounded(None, dtype)
+        and not is_rounded(hides == 0, dtype)
+        and not is_rounded(hides, dtype)
+    )
+    assert is_rounded(torch.tensor([0.0, -4097.0]), dtype)

@@ -428,7 +428,7 @@ def test_the_operator_is_registered_as_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "level", [level for level in ("v2", "v3", "v4") if level in native.levels()]
+    "level", [level for level in ("v2", "v3", "v4") if level in native.read_levels()]
 )
 def test_other_instruction_sets(level):
     names = (

@@ -182,8 +182,10 @@ def test_the_graph_of_every_operator_has_the_logits_and_gradients_of_autograd():
     assert_close(logits, expected, 1e-13, "logits")
     for name, w, got in zip(names, wanted, (d_dot, *sum(others, [])), strict=True):
         assert_close(got, w, 1e-12, str(name))
-    t = trace.trace(EVERY)
-    assert set(trace.DERIVATIVES) - {n.op for n in trace.ancestors([t.logit])} == {"cosh_of_sinh"}
+    t = trace.trace_term(EVERY)
+    assert set(trace.DERIVATIVES) - {n.op for n in trace.sort_ancestors([t.logit])} == {
+        "cosh_of_sinh"
+    }
 
 
 def test_every_operator_that_is_allowed_is_tested():
@@ -195,7 +197,7 @@ def test_every_operator_that_is_allowed_is_tested():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     tracer = Calls()
-    x = [tracer.tensor("row", i) for i in range(7)]
+    x = [tracer.add_argument("row", i) for i in range(7)]
     with tracer:
         EVERY.logits(x[0], x[1:3], x[3:5], x[5:])
         # forms of constants, which a tile of pairs has in other shapes
@@ -207,7 +209,7 @@ def test_every_operator_that_is_allowed_is_tested():
         )
         y = y + (x[0] > 0).logical_or(x[1] > 0).logical_not().double()
     assert set(trace.OPERATORS) == called
-    assert not tracer.node(y).is_mask
+    assert not tracer.find_node(y).is_mask
 
 
 @needs_compiler
@@ -254,7 +256,7 @@ def test_vector_functions_are_exact():
         for i, n in enumerate(names)
     )
     text = f'#include "{library.SCORE.as_posix()}"\nusing namespace hyper;\n{calls}\n'
-    built = native.load("test_functions", text, library.SCORE, *library.SHARED)
+    built = native.load_library("test_functions", text, library.SCORE, *library.SHARED)
     for i, (name, (_, spots, exact, tolerance)) in enumerate(FUNCTIONS.items()):
         runs = [torch.linspace(a, b, 64, dtype=torch.float64) for a, b in pairwise(spots)]
         edges = EDGES.get(name, {})
@@ -534,7 +536,7 @@ def test_refused_with_one_line(case):
             return function(dot, row, column, head)
 
     with pytest.raises(trace.Untraceable) as error:
-        emit_cpp.functor(Refused())
+        emit_cpp.write_functor(Refused())
     message = str(error.value)
     assert message.startswith("score term 'refused_for_test' cannot be compiled: ")
     assert words in message and "\n" not in message
@@ -552,13 +554,13 @@ def test_a_term_that_reads_distances_must_say_how_they_are_made():
             )
 
     with pytest.raises(trace.Untraceable, match="and is no DistanceTerm"):
-        emit_cpp.functor(Reads())
+        emit_cpp.write_functor(Reads())
 
 
 def test_a_trace_does_not_depend_on_the_callers_modes():
-    plain = emit_cpp.functor(Outsider())
+    plain = emit_cpp.write_functor(Outsider())
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
-        assert emit_cpp.functor(Outsider()) == plain
+        assert emit_cpp.write_functor(Outsider()) == plain
 
 
 @pytest.mark.parametrize("kind", ["emitted", "refused"])
@@ -579,7 +581,7 @@ def test_compiled_whole(kind, outsider, monkeypatch):
 
 
 def test_the_text_is_part_of_what_a_library_is_kept_under(outsider):
-    text = library.text_of("dot+*outsider_for_test", False)
+    text = library.write_source("dot+*outsider_for_test", False)
     assert "struct Emitted1 {" in text and "hyper::Piece<hyper::Emitted1, true, false>" in text
 
 

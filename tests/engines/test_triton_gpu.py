@@ -59,7 +59,7 @@ def test_every_tile_size(monkeypatch, name, d):
     found, t = [], learned(2, device="cuda")
     for number in range(3):
         pick = lambda kind, tried, run, n=number: run(tried[min(n, len(tried) - 1)])
-        monkeypatch.setattr(launch, "tuned", pick)
+        monkeypatch.setattr(launch, "run_tuned", pick)
         try:
             out, _ = attention(
                 SCORES[name](q, k, t), v, Options(is_causal=True, offset=255), backend="triton"
@@ -86,7 +86,7 @@ def test_tuning_keeps_the_result(monkeypatch):
 def test_auto_takes_it():
     q, k, v = inputs("cuda", dtype=torch.bfloat16, d=64, **LONG)
     score = SCORES["umbral"](q, k, learned(2, device="cuda"))
-    assert dispatch.choose(score, v, Options(), weights=False) == "triton"
+    assert dispatch.choose_engine(score, v, Options(), weights=False) == "triton"
     for attend in (cone_attention, hyperbolic_attention):
         out = attend(q, k, v)
         assert out.dtype == torch.bfloat16 and torch.isfinite(out).all()

@@ -75,7 +75,7 @@ def test_it_refuses_tensors_on_the_cpu():
 
 
 def reason_of(monkeypatch, score, v, **options):
-    monkeypatch.setattr(engine, "interpreted", lambda: True)  # as if the device were no matter
+    monkeypatch.setattr(engine, "is_interpreted", lambda: True)  # as if the device were no matter
     return engine.unsupported_reason(score, v, Options(**options))
 
 
@@ -123,7 +123,9 @@ def test_auto_takes_it_where_it_serves(monkeypatch, name, taken):
     q, k, v = qkv(lq=80, d=4, dtype=torch.float32)
     monkeypatch.setattr(triton, "supports", lambda *_: True)
     monkeypatch.setattr(dispatch.cpu, "supports", lambda *_: False)
-    assert dispatch.choose(SCORES[name](q, k, learned(4)), v, Options(), weights=False) == taken
+    assert (
+        dispatch.choose_engine(SCORES[name](q, k, learned(4)), v, Options(), weights=False) == taken
+    )
 
 
 def test_importing_the_package_imports_no_kernels():

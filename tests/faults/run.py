@@ -116,7 +116,7 @@ def build(folder: Path) -> None:
     source = folder / "faults.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     os.environ["HF_HYPERATTN_BUILD_DIR"] = str(folder / "build")
-    assert native.load("faults", source) is not None
+    assert native.load_library("faults", source) is not None
 
 
 def train(folder: Path) -> None:

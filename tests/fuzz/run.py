@@ -33,7 +33,7 @@ def compiler() -> list[str] | None:
     from hf_hyperattn.engines import native
 
     try:
-        return native.compiler()
+        return native.find_compiler()
     except RuntimeError:
         return None
 
@@ -128,8 +128,8 @@ def work(tool: str, first: int, calls: int) -> None:
     from hf_hyperattn.engines import cpu, native
 
     if tool == "sanitize":
-        plain = [flag for flag in native.flags() if not flag.startswith("-O")]
-        native.flags = lambda: (
+        plain = [flag for flag in native.compiler_flags() if not flag.startswith("-O")]
+        native.compiler_flags = lambda: (
             plain + SANITIZERS
         )  # libraries are kept under a name that depends on the flags
         native.compile_library = functools.partial(native.compile_library, more=SANITIZERS)

@@ -416,18 +416,18 @@ def test_nan_behind_a_mask_and_in_padding_does_not_act():
 @pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3"])
 def test_the_kernel_without_avx512(monkeypatch, tmp_path, instructions):
     """Built for older CPUs: other registers, another way of single products; forward and backward."""
-    own = [f for f in build.flags() if not f.startswith(("-march", "-DCPU"))]
-    monkeypatch.setattr(build, "flags", lambda: [*own, f"-march={instructions}"])
+    own = [f for f in build.compiler_flags() if not f.startswith(("-march", "-DCPU"))]
+    monkeypatch.setattr(build, "compiler_flags", lambda: [*own, f"-march={instructions}"])
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
     monkeypatch.setattr(library, "CORES", {})
-    build.load.cache_clear()
+    build.load_library.cache_clear()
     try:
         for seed in range(8):
             test_float32_near_float64("native", seed)
             test_gradients_in_float32_near_float64("native", seed)
         assert len(list(tmp_path.glob("*.so"))) == 1
     finally:
-        build.load.cache_clear()
+        build.load_library.cache_clear()
 
 
 @pytest.mark.parametrize("seed", range(6))

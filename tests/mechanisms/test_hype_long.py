@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import TERMS, dot_score
-from hf_hyperattn.engines.sdpa import widened
+from hf_hyperattn.engines.sdpa import append_terms
 from hf_hyperattn.functional import hype_attention, hype_bias
 from hf_hyperattn.mechanisms.hype.columns import fits
 from hf_hyperattn.mechanisms.hype.score import with_hype
@@ -103,7 +103,7 @@ def test_columns(form, dtype, dotted, learned):
     score = dot_score(q, k)
     places = torch.arange(LENGTH)[None, None]
     score = with_hype(score, (places, places), mu, tau, form, reach=LENGTH)
-    wide_q, wide_k, _ = widened(q, k, k, 0.125, score.terms[1:])
+    wide_q, wide_k, _ = append_terms(q, k, k, 0.125, score.terms[1:])
     assert wide_q.dtype == dtype and wide_q.shape[-1] == wide_k.shape[-1] <= 80
     logits = (wide_q[0, :, ROWS].float() @ wide_k[0].float().mT) * 0.125
     bias = logits.double() - q[0, :, ROWS].double() @ k[0].double().mT * 0.125

@@ -202,7 +202,7 @@ OPTIONS = {
 def small_or_tiles(request, monkeypatch):
     """Whether `auto` may take the definition of so few pairs, or must cut tiles."""
     if request.param:
-        monkeypatch.setattr("hf_hyperattn.engines.dispatch.choose", lambda *_: "blockwise")
+        monkeypatch.setattr("hf_hyperattn.engines.dispatch.choose_engine", lambda *_: "blockwise")
         monkeypatch.setattr("hf_hyperattn.engines.dispatch.RESOLVED", {})
         monkeypatch.setattr("hf_hyperattn.engines.blockwise.FORWARD_ELEMENTS", 60)
         monkeypatch.setattr("hf_hyperattn.engines.blockwise.BACKWARD_ELEMENTS", 40)

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ...engines.score import euclidean, repeat_heads, working_dtype
+from ...engines.score import euclidean_distances, repeat_heads, working_dtype
 from ...geometry.scalars import at_least, at_most
 
 Mapping = Literal["xi", "psi", "expmap"]
@@ -56,7 +56,7 @@ def definition(
     gamma, r = gamma.to(dtype)[:, None, None], radius.to(dtype)[:, None, None]
     hq, stretch_q = height_and_stretch(q, mapping, r[..., 0])
     hk, stretch_k = height_and_stretch(k, mapping, r[..., 0])
-    distance = euclidean(horizontal(q, stretch_q), horizontal(k, stretch_k))
+    distance = euclidean_distances(horizontal(q, stretch_q), horizontal(k, stretch_k))
     if variant == "umbral":
         return -gamma * umbral_height(distance, hq[..., None], hk[..., None, :], r)
     if clamp_heights:

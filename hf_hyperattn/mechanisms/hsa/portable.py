@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...engines import Options, repeat_heads
 from ...engines.options import position_mask
-from ...engines.reference import dropout, softmax
+from ...engines.reference import apply_dropout, softmax_with_sinks
 from ...geometry.scalars import at_least
 from ...readable import is_exporting
 from ..selection.places import text_starts
@@ -95,8 +95,8 @@ def attend(
         ]
     levels = list(zip(request.hierarchy, blocks))
     logits = key_logits(query, key, levels, place, count, visible, options.bias, request.rule)
-    weights = softmax(logits.masked_fill(~visible, -INF), options.sinks)
-    return dropout(weights, options) @ value, weights
+    weights = softmax_with_sinks(logits.masked_fill(~visible, -INF), options.sinks)
+    return apply_dropout(weights, options) @ value, weights
 
 
 def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:

@@ -26,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...engines.score import euclidean, repeat_heads, working_dtype
+from ...engines.score import euclidean_distances, repeat_heads, working_dtype
 from ...geometry.scalars import at_least, at_most
 
 #: |x|√c is kept at or below this, and with it a at or below artanh of it, about 6.1.
@@ -56,7 +56,7 @@ def definition(
     q, k = query.to(dtype), repeat_heads(key.to(dtype), query.shape[1])
     c, tau = (t.to(dtype)[:, None, None] for t in (curvature, temperature))
     (x, cosh_q), (y, cosh_k) = lift(q, c[..., 0], scale), lift(k, c[..., 0], scale)
-    s = euclidean(x, y) * cosh_q[..., None] * cosh_k[..., None, :]  # sinh(√c d / 2)
+    s = euclidean_distances(x, y) * cosh_q[..., None] * cosh_k[..., None, :]  # sinh(√c d / 2)
     if distance == "geodesic":
         return -(2 / c.sqrt()) * torch.asinh(s) / tau
     return -(4 / c) * s.square() / tau

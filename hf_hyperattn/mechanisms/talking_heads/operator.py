@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...engines import blockwise, serialize
-from ...engines.dispatch import DENSE_ELEMENTS, check_transforms, checked
+from ...engines.dispatch import DENSE_ELEMENTS, check_options, check_transforms
 from ...engines.options import Options, full_precision, key_range
 from ...engines.score import PairScore
 from ...engines.tiles import Call, Tile
@@ -68,7 +68,7 @@ def talking_heads(
             "backend='blockwise' returns no weights; use backend='reference' or 'auto'"
         )
     check_transforms(backend)
-    options = checked(options or Options(), score)
+    options = check_options(options or Options(), score)
     before, after = (None if m is None else m.to(score.dtype) for m in (before, after))
     dense = backend == "reference" or weights or (backend == "auto" and small(score))
     with full_precision(score.device):
@@ -97,7 +97,7 @@ def in_blocks(
             [*tensors, *matrices.values()], score_key, " ".join([*extras.split(), *matrices]), *rest
         )
 
-    return serialize.call(run, score.score_key, False, score, value, options)
+    return serialize.call_operator(run, score.score_key, False, score, value, options)
 
 
 class Talk:
@@ -106,7 +106,9 @@ class Talk:
     def __init__(
         self, tensors: Sequence[Tensor], score_key: str, extras: str, *rest, gradients=False
     ):
-        self.call = Call.of(serialize.read(tensors, score_key, extras, *rest), gradients)
+        self.call = Call.from_operator(
+            serialize.read_arguments(tensors, score_key, extras, *rest), gradients
+        )
         self.bias, self.call.tensors.bias = self.call.tensors.bias, None
         self.before, self.after = matrices_of(tensors, extras)
 
@@ -125,7 +127,7 @@ class Talk:
 
     def logits(self, tile: Tile, evaluated: list[tuple]) -> Tensor:
         """J [Hkv, G, R, C]: the score with its bias, before heads are mixed."""
-        t, logits = self.call.tensors, blockwise.total(tile, evaluated)
+        t, logits = self.call.tensors, blockwise.sum_terms(tile, evaluated)
         shape = (*t.query.shape[1:3], len(tile.rows), len(tile.columns))
         logits = logits.expand(shape).contiguous()
         if self.bias is not None:
@@ -135,7 +137,7 @@ class Talk:
     def weights(self, tile: Tile, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """W, the softmax of the mixed and masked logits, and the sinks' share [Hkv, G, R, 1] where there are sinks."""
         logits = mixed(self.before, logits)
-        logits = blockwise.hide(tile, logits.clone() if self.before is None else logits)
+        logits = blockwise.hide_pairs(tile, logits.clone() if self.before is None else logits)
         sinks = self.call.tensors.sinks
         if sinks is not None:
             extra = tile.of_head(sinks).expand(*logits.shape[:-1], 1)
@@ -191,9 +193,9 @@ def forward(tensors: Sequence[Tensor], score_key: str, extras: str, *rest) -> tu
             tile, talk.logits(tile, blockwise.evaluate_terms(tile, derive=False))
         )
         weights = mixed(talk.after, weights)
-        factors = blockwise.keep(tile, weights)
+        factors = blockwise.draw_dropout(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
-        tile.of_query(out).copy_(tile.product(weights, tile.of_key(t.value).mT))
+        tile.of_query(out).copy_(tile.multiply_keys(weights, tile.of_key(t.value).mT))
     return out.flatten(1, 2), out.new_empty(0)
 
 
@@ -231,7 +233,7 @@ def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
     ]
 
 
-serialize.differentiable(forward, backward, "blockwise")
+serialize.register_gradients(forward, backward, "blockwise")
 
 
 def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
@@ -241,22 +243,22 @@ def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
     logits = talk.logits(tile, evaluated)
     weights, sunk = talk.weights(tile, logits)
     spoken = mixed(talk.after, weights)
-    factors = blockwise.keep(tile, spoken)
-    d_spoken = tile.product(grad, tile.of_key(t.value))
+    factors = blockwise.draw_dropout(tile, spoken)
+    d_spoken = tile.multiply_keys(grad, tile.of_key(t.value))
     if factors is not None:
         d_spoken.mul_(factors)
         spoken = spoken * factors
-    tile.of_key(grads.value).add_(tile.transposed_product(spoken, grad))
+    tile.of_key(grads.value).add_(tile.sum_over_rows(spoken, grad))
     d_weights = through_mix(talk.after, into.after, weights, d_spoken)
     d_mixed = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
     if grads.sinks is not None and sunk is not None:
         share = -sunk * (d_weights * weights).sum(-1, keepdim=True)
-        blockwise.add(tile.of_head(grads.sinks), share)
+        blockwise.add_reduced(tile.of_head(grads.sinks), share)
     if grads.mask is not None:
-        blockwise.add(tile.of_pair(grads.mask), d_mixed)
+        blockwise.add_reduced(tile.of_pair(grads.mask), d_mixed)
     d_logits = through_mix(talk.before, into.before, logits, d_mixed)
     if into.bias is not None:
-        blockwise.add(tile.of_pair(into.bias), d_logits)
+        blockwise.add_reduced(tile.of_pair(into.bias), d_logits)
     blockwise.backward_terms(tile, grads, evaluated, d_logits)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...engines.options import Options
-from ...engines.reference import dropout, hide, softmax, total_logits
+from ...engines.reference import apply_dropout, hide_pairs, softmax_with_sinks, total_logits
 from ...engines.score import PairScore, repeat_heads
 from ...geometry.scalars import at_least
 
@@ -47,12 +47,14 @@ def attend(
     logits = total_logits(score, options.softcap)
     if options.bias is not None:
         logits = logits + at_least(options.bias, LOWEST)
-    logits = hide(mix(before, logits), options)
+    logits = hide_pairs(mix(before, logits), options)
     empty = (logits == float("-inf")).all(
         -1, keepdim=True
     )  # of finite numbers, so that gradients are finite
-    weights = softmax(logits.masked_fill(empty, 0.0), options.sinks).masked_fill(empty, 0.0)
+    weights = softmax_with_sinks(logits.masked_fill(empty, 0.0), options.sinks).masked_fill(
+        empty, 0.0
+    )
     weights = mix(after, weights)
-    return dropout(weights, options) @ repeat_heads(
+    return apply_dropout(weights, options) @ repeat_heads(
         value.to(weights.dtype), weights.shape[1]
     ), weights

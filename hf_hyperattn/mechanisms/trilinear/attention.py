@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...engines.blockwise import gradient_shapes
-from ...engines.dispatch import check_transforms, checked
+from ...engines.dispatch import check_options, check_transforms
 from ...engines.options import Options, full_precision
 from ...engines.score import dot_score
-from ...engines.serialize import differentiable
+from ...engines.serialize import register_gradients
 from ...engines.tiles import by_group
 from ...readable import is_exporting, is_recorded, is_transformed
 from ..checks import check_choice
@@ -54,7 +54,7 @@ def attend(
         ValueError: a mask that does not broadcast, or weights, or a mask that wants a gradient, from tiles.
     """
     check_choice("backend", backend, BACKENDS)
-    options = checked(options, dot_score(query, keys[0], 1.0))
+    options = check_options(options, dot_score(query, keys[0], 1.0))
     learned = options.mask is not None and options.mask.requires_grad and torch.is_grad_enabled()
     if backend == "blockwise" and (weights or learned):
         what = "returns no weights" if weights else "gives no gradient to attn_mask"
@@ -186,7 +186,7 @@ def _(grad, out, sums, tensors, needs_grad, extras, *_):
     return [out.new_empty(shape) for shape in gradient_shapes(tensors, needs_grad, extras)]
 
 
-differentiable(simplicial_forward, simplicial_backward, "blockwise", pairwise=False)
+register_gradients(simplicial_forward, simplicial_backward, "blockwise", pairwise=False)
 
 
 def _flops(shapes: Sequence, ints: Sequence[int], backward: bool) -> int:

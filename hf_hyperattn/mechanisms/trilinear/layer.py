@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, working_dtype
-from ...engines.sdpa import dense
+from ...engines.sdpa import sum_biases
 from ...fields import refuse
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..checks import check_host
@@ -326,4 +326,4 @@ def with_bias(score: PairScore, options: Options) -> Options:
             f"trilinear takes the place of the score, and here that is {score.score_key!r}; allowed: the host's own "
             "dot product, and a bias"
         )
-    return replace(options, bias=dense(tuple(rest), None, options.bias)) if rest else options
+    return replace(options, bias=sum_biases(tuple(rest), None, options.bias)) if rest else options

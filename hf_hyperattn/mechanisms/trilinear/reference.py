@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...engines import repeat_heads
 from ...engines.options import Options, visible_pairs
-from ...engines.reference import dropout, softmax
+from ...engines.reference import apply_dropout, softmax_with_sinks
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,10 @@ def simplicial(
     if options.sinks is not None:
         sinks = (options.sinks[:, None, None] + second).expand(*logits.shape[:3], m)
         logits = torch.cat([logits, sinks[..., None, :]], -2)
-    weights = softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])[..., :m, :]
-    return torch.einsum("bhnjk,bhjv,bhkv->bhnv", dropout(weights, options), v, v2), weights.sum(-1)
+    weights = softmax_with_sinks(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])[..., :m, :]
+    return torch.einsum(
+        "bhnjk,bhjv,bhkv->bhnv", apply_dropout(weights, options), v, v2
+    ), weights.sum(-1)
 
 
 def added(
