@@ -23,7 +23,7 @@ from .address import install
 from .fields import KnownFields, check_field, check_known, option, refuse, short
 from .files import read_json, write_atomically
 from .registry import STAGES, get_mechanism
-from .selection import MOST, checked
+from .selection import MOST, normalize_choice
 
 __all__ = ["CONFIG_NAME", "FORMAT", "MODES", "HyperAttnConfig", "MechanismConfig", "option"]
 
@@ -178,7 +178,9 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else tuple(value))
         for name in ("layers", "heads"):
-            object.__setattr__(self, name, checked(f"HyperAttnConfig.{name}", getattr(self, name)))
+            object.__setattr__(
+                self, name, normalize_choice(f"HyperAttnConfig.{name}", getattr(self, name))
+            )
         if self.mode not in MODES:
             self._refuse("mode", ", ".join(map(repr, MODES)))
         if not isinstance(self.include_cross_attention, bool):

@@ -66,7 +66,7 @@ class Layer:
         """
         if self.call is None:
             return None
-        weights = Plan.of(self.call).run(backend="reference", weights=True)[1]
+        weights = Plan.from_call(self.call).run(backend="reference", weights=True)[1]
         return None if weights is None else weights[0]
 
     def find_mechanism(self, name: str) -> Any:
@@ -437,7 +437,7 @@ def describe_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, 
     that are read one by one. A head that is not tied has None.
     """
     # Other mechanisms of the layer may change the score that HSA chooses blocks by.
-    plan = Plan.of(call)
+    plan = Plan.from_call(call)
     for name, layer in hyper._modules.items():
         if name != "hsa":
             plan = layer(plan)

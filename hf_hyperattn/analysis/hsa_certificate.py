@@ -129,7 +129,7 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     """
     rule = config.rule(call.is_causal, call.query.shape[1], name)
     check_call(call, name)
-    query, key = linear_features(Plan.of(call).score)
+    query, key = linear_features(Plan.from_call(call).score)
     tree = call.keywords.get("hierarchy")
     hierarchy = hierarchy_for(
         config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal

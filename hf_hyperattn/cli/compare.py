@@ -25,7 +25,7 @@ from ..analysis import perplexity
 from ..analysis.paired import LEVEL, holm, paired
 from ..files import read_json
 from ..inject.kept import fingerprint
-from ..selection import checked
+from ..selection import normalize_choice
 from .compare_training import NONE, Trial, load_model, survey_recipe, train_run
 from .console import ProgressBar, print_report, print_table, show_progress
 from .inject_task import describe_circumstances, public_name
@@ -94,7 +94,7 @@ def check_options(args: argparse.Namespace) -> None:
     """Check the options before anything is read."""
     if args.steps is not None and args.budget is not None:
         raise ValueError("--steps and --budget say the same thing; leave one out")
-    args.layers = checked("--layers", args.layers)
+    args.layers = normalize_choice("--layers", args.layers)
     # The control is always trained, and always first.
     args.mechanisms = [NONE, *(name for name in args.mechanisms if name != NONE)]
     args.dtype = "float32"

@@ -19,7 +19,7 @@ from ..folders import replace_folder
 from ..integration import describe
 from ..integration.checkpoint_files import class_of, errors_as, load_config
 from ..integration.stock import OURS, PATCHED, RUNNING
-from ..selection import checked, numbers
+from ..selection import normalize_choice, resolve_numbers
 from .inputs import (
     MIN_TOKENS,
     check_folder,
@@ -93,9 +93,9 @@ def parse_layers(option: str | None, config: Any) -> list[int] | None:
     words = [word.strip() for word in option.split(",")]
     # Numbers, of which negative ones count from the end; otherwise a name such as last-4.
     if all(word.lstrip("-").isdecimal() for word in words):
-        chosen = numbers(list(range(count)), tuple(int(word) for word in words))
+        chosen = resolve_numbers(list(range(count)), tuple(int(word) for word in words))
     else:
-        chosen = numbers(list(range(count)), checked("--layers", option))
+        chosen = resolve_numbers(list(range(count)), normalize_choice("--layers", option))
     strange = [n for n in chosen if not 0 <= n < count]
     if strange or not chosen:
         what = f"layer {strange[0]}, which" if strange else "nothing that"

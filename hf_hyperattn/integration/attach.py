@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..config import HyperAttnConfig
 from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
-from ..selection import head_numbers
+from ..selection import select_heads
 from .cache_of_call import add_cache_hooks
 from .checkpoint_config import all_configs, erase_records, list_models, ranks_of, write_records
 from .decay import WATCH
@@ -271,7 +271,7 @@ def check_combination(config: HyperAttnConfig, selected: list[Selected]) -> None
     """Raise for heads that a layer lacks, and for mechanisms that cross-attention cannot use."""
     for _, host in selected:
         if config.heads is not None:
-            head_numbers(config.heads, host.heads, host.name)
+            select_heads(config.heads, host.heads, host.name)
         for mechanism in config.mechanisms if host.is_cross else ():
             if not get_mechanism(mechanism.mechanism).cross_attention:
                 raise ValueError(

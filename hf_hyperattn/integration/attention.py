@@ -44,8 +44,8 @@ from ..mechanisms.selection.places import (
     START,
     FirstKey,
     KnownOfMask,
-    before_indexer,
-    within_indices,
+    apply_indices,
+    read_unindexed,
 )
 from ..readable import can_read
 from ..registry import get_mechanism
@@ -271,8 +271,8 @@ def read_visible_keys(
     if keywords.get("indices") is not None:
         # DeepSeek's indexer chooses keys. Padding must be read before its choice hides other keys,
         # too.
-        first = before_indexer(first, mask, len(query), keys)
-        mask = within_indices(mask, keywords["indices"], keys)
+        first = read_unindexed(first, mask, len(query), keys)
+        mask = apply_indices(mask, keywords["indices"], keys)
     if mask is not None and mask.shape[-1] > keys:
         # A mask may be longer than the keys, as with static caches. Families cut it in the same
         # way.
@@ -389,9 +389,9 @@ class Layers(nn.Module):
         else:
             out, attention_weights = plan.run(weights=weights)
         if rank is not None and everything:
-            out = rank.rows(out, 1)
+            out = rank.slice_rank(out, 1)
             if attention_weights is not None:
-                attention_weights = rank.rows(attention_weights, 1)
+                attention_weights = rank.slice_rank(attention_weights, 1)
         can_start = torch.is_grad_enabled() and self.heads is not None
         if can_start and stock is not None and self.starts(call):
             # A fresh patch must not change the loss: take the values of the original attention,
@@ -450,7 +450,7 @@ def stock_forward(module, query, key, value, attention_mask, weights: bool = Fal
             them.
     """
     name = stock_name(module.config)
-    attention_mask = within_indices(attention_mask, keywords.pop("indices", None), key.shape[2])
+    attention_mask = apply_indices(attention_mask, keywords.pop("indices", None), key.shape[2])
     if weights or name == "eager" or keywords.get("softcap") is not None:
         mask = additive_mask(module, query, key, attention_mask, keywords.get("is_causal"))
         return eager_function(type(module))(module, query, key, value, mask, **keywords)

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..mechanisms.selection.cache import Keep, KeepWindows, LayerCache
-from ..mechanisms.sparse.evicted import reaches_of
+from ..mechanisms.sparse.evicted import find_reaches
 from ..mechanisms.sparse.layer import SparseLayer
 from ..readable import is_recorded
 from .checkpoint_config import patched_hosts, unwrap_hyper
@@ -70,7 +70,7 @@ class HierarchicalLayer(DynamicLayer):
 
     def _refresh_views(self) -> tuple[Tensor, Tensor]:
         """Return the current keys and values, and update the attributes that Transformers reads."""
-        keys, values = self.store.show()
+        keys, values = self.store.show_tokens()
         if self.keep is not None:
             keys, values = ForgottenTokens(keys), ForgottenTokens(values)
         self.keys, self.values = keys, values
@@ -94,7 +94,7 @@ class HierarchicalLayer(DynamicLayer):
     def _select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch, int64; a row may be repeated."""
         if self.get_seq_length() > 0:
-            self.store.pick(rows)
+            self.store.select_rows(rows)
             self._refresh_views()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -204,7 +204,7 @@ def _choose_keep(name: str, host) -> KeepWindows | tuple | str:
         if not facts.is_causal:
             return "is not causal, and is given no cache"
         rules = layer.find_rules(0, facts.heads, facts.heads, is_causal=True)
-        reaches = reaches_of(rules, facts.kv_heads)
+        reaches = find_reaches(rules, facts.kv_heads)
         if not any(reaches):
             return "has in every group of query heads one whose rule may look at any key"
         return reaches

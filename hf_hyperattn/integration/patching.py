@@ -20,7 +20,7 @@ import model_patches
 from ..config import HyperAttnConfig, MechanismConfig, Mode
 from ..fields import short
 from ..registry import get_mechanism
-from ..selection import Choice, head_numbers, select_layers
+from ..selection import Choice, select_heads, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import (
     Selected,
@@ -422,7 +422,7 @@ def resolve_heads(config: HyperAttnConfig, selected: list[Selected]) -> HyperAtt
     """
     if not callable(config.heads):
         return config
-    heads = {head_numbers(config.heads, host.heads, host.name) for _, host in selected}
+    heads = {select_heads(config.heads, host.heads, host.name) for _, host in selected}
     if len(heads) > 1:
         raise ValueError(
             "heads is a function that chooses other heads in hosts with more of them; allowed: a list of numbers, "

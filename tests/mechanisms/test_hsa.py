@@ -359,7 +359,7 @@ def test_growing_keeps_what_it_should():
     for start in range(0, 90, 3):
         grown.append(all_of_it[:, :, start : start + 3])
         grown.evict(max(0, grown.length - 10), 4)
-        held, places = grown.view(), grown.places()
+        held, places = grown.view(), grown.find_places()
         assert torch.equal(held, all_of_it[:, :, places])
         assert {*range(min(4, grown.length)), *range(max(0, grown.length - 10), grown.length)} <= {
             *places.tolist()

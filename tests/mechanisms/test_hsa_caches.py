@@ -355,7 +355,7 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
             cache.crop(cache.length - 3)
             every = [t[:, :, :-3] for t in every]
         if step == 100:
-            cache.pick(torch.tensor([1, 0]))
+            cache.select_rows(torch.tensor([1, 0]))
             every = [t.flip(0) for t in every]
         if step == 120 and heads == "each":
             rule["near"] = torch.tensor([1, 2, 3, 4])

@@ -198,7 +198,7 @@ def test_values_may_have_more_heads_than_keys():
     key, value = torch.randn(2, 2, 5, 4), torch.randn(2, 4, 5, 3)
     cache = LayerCache(key, value)
     cache.append(key, value)
-    assert all(torch.equal(*pair) for pair in zip(cache.show(), (key, value), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(cache.show_tokens(), (key, value), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_positional_bias_is_mixed_with_the_score(backend, small_tiles):
     numbers = {"mu": 0.5, "tau": (0.1, 0.3, 1.0, 2.0)}
     q, k, v = qkv(heads=4, lq=7)
     plan = HypeLayer(ha.HypeConfig(**numbers), host).double()(
-        Plan.of(HostCall(q, k, v, 0.6, True, Options()))
+        Plan.from_call(HostCall(q, k, v, 0.6, True, Options()))
     )
     before, after = matrices(4)
     out, _ = talking_heads(

@@ -96,7 +96,7 @@ class HeadFusionLayer(MechanismLayer):
             factors = ones.index_copy(-1, torch.tensor(self.heads, device=factors.device), factors)
         # With tensor parallelism, this process has only some of the heads.
         if rank is not None:
-            factors = rank.rows(factors, -1)
+            factors = rank.slice_rank(factors, -1)
         # From [B, N, M] to the layout of the outputs, [B, M, N, 1].
         by_head = factors.transpose(1, 2)[..., None]
         return plan.change(after=(*plan.after, lambda out: weigh_outputs(out, by_head)))

@@ -118,11 +118,11 @@ class HsaLayer(SelectionLayer):
         )
         return attend_hierarchically(score, asked.value, options, request)
 
-    def attend(
+    def attend_blended(
         self, call, whole, parameters, score, value, options, backend="auto", weights=False
     ) -> Result:
-        """See `SelectionLayer.attend`."""
-        out, shares = super().attend(
+        """See `SelectionLayer.attend_blended`."""
+        out, shares = super().attend_blended(
             call, whole, parameters, score, value, options, backend, weights
         )
         return make_differentiable(out, shares, value, options)

@@ -57,7 +57,7 @@ class WindowMeans(KeptWithKeys):
         """
         # Windows of all levels end where a window of the lowest level ends, so only that level is
         # checked.
-        if self.blocks and self.blocks[0].complete(cache.length) != self.blocks[0].counts:
+        if self.blocks and self.blocks[0].count_complete(cache.length) != self.blocks[0].counts:
             below, width = cache.tokens, 1
             for level, size in enumerate(self.sizes):
                 self._append_means(level, below, width, cache.length)
@@ -87,7 +87,7 @@ class WindowMeans(KeptWithKeys):
             length: Number of tokens in the cache.
         """
         blocks = self.blocks[level]
-        before, counts = blocks.counts, blocks.complete(length)
+        before, counts = blocks.counts, blocks.count_complete(length)
         blocks.counts = counts
         if counts == before:
             return
@@ -95,7 +95,7 @@ class WindowMeans(KeptWithKeys):
         # Tokens count from the beginning of the row, means from its first real token.
         first = [0] * len(counts) if width > 1 else blocks.starts
         for mean, parts in zip(self.means[level], below, strict=True):
-            mean.extend(max(counts))
+            mean.set_length(max(counts))
             for row, (done, count, start) in enumerate(zip(before, counts, first, strict=True)):
                 if count <= done:
                     continue
@@ -143,13 +143,13 @@ class WindowMeans(KeptWithKeys):
             for mean in pair:
                 mean.length = max(blocks.counts)
 
-    def pick(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """See `KeptWithKeys`."""
         self.shown = None
         for blocks, pair in zip(self.blocks, self.means, strict=True):
-            blocks.pick(rows)
+            blocks.select_rows(rows)
             for mean in pair:
-                mean.pick(rows)
+                mean.select_rows(rows)
         self.first = [self.first[row] for row in rows.tolist()]
         if self.starts is not None:
             self.starts = none_if_zero(self.starts[rows.to(self.starts.device)])
@@ -167,7 +167,7 @@ def read_levels(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None
         ValueError: Padding is at another place than before, and the cache has evicted tokens.
     """
     starts = none_if_zero(starts)
-    means = cache.kept("means", lambda: WindowMeans(cache, sizes, starts))
+    means = cache.get_kept("means", lambda: WindowMeans(cache, sizes, starts))
     same = starts is means.starts
     if starts is not None and means.starts is not None:
         same = torch.equal(starts, means.starts)

@@ -126,7 +126,7 @@ def _same_windows(place: Tensor, pairs: Tensor, sizes: tuple[int, ...]) -> list[
 def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:
     """Return bool [B, N, N]: which tokens are in the same text.
 
-    The rule is the one of `Reading.texts`.
+    The rule is the one of `Reading.find_texts`.
 
     Args:
         visible: bool [B, N, N], which real tokens see each other.

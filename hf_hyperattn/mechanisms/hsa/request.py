@@ -63,7 +63,7 @@ class Request:
             are then placeholders.
         chunk: The layer's own attention starts again after this many tokens of a row. 1 if it may
             hide any token.
-        position_ids: int64 [B|1, N] of the call, see `Reading.texts`.
+        position_ids: int64 [B|1, N] of the call, see `Reading.find_texts`.
         scale: Factor of the products of queries and keys.
     """
 
@@ -344,7 +344,7 @@ def restrict_once(
     # A mask can be read in two ways, and both results may be needed under one mask.
     name = real is reading.real_if_only_padding, is_causal
     make = lambda: restrict_to_real(hierarchy, real, is_causal)
-    return reading.remember_of(hierarchy, name, make)
+    return reading.make_once(hierarchy, name, make)
 
 
 def lay_under_mask(
@@ -365,7 +365,7 @@ def lay_under_mask(
         one text.
     """
     is_causal = request.is_causal
-    texts = reading.texts(request.chunk, request.position_ids)
+    texts = reading.find_texts(request.chunk, request.position_ids)
     if texts is None or not hierarchy.is_windows:
         return restrict_once(hierarchy, reading.real_so_far, reading, is_causal), None
     lay = lambda: lay_windows_by_text(hierarchy, texts, is_causal)
@@ -373,7 +373,7 @@ def lay_under_mask(
         # The texts depend on position_ids here, which may change under the same mask: do not
         # remember the result.
         return lay(), texts.place
-    return reading.remember_of(hierarchy, ("texts", is_causal), lay), texts.place
+    return reading.make_once(hierarchy, ("texts", is_causal), lay), texts.place
 
 
 def _needs_gradient(mask: Tensor | None) -> bool:
