@@ -235,7 +235,7 @@ def attend_chunk(
     heads = query.shape[1]
     offset = levels.keys[0].shape[2] - query.shape[2]
     sinks = call.options.sinks
-    return attend_levels(
+    output, log_sum = attend_levels(
         query[:, :, start : start + CHUNK],
         levels,
         near=[rule.near] * heads,
@@ -247,6 +247,8 @@ def attend_chunk(
         offset=start + offset,
         scale=float(call.scale),
     )
+    assert log_sum is not None  # it is, unless `lse` is False
+    return output, log_sum
 
 
 @dataclass(frozen=True)

@@ -309,8 +309,9 @@ def cuts_chunk(rule: SparseRule, length: int | None) -> bool:
         rule: Of one head.
         length: The rule holds up to this length; None: to the end.
     """
-    needs_whole_chunk = type(rule) is Pages and rule.query == "chunk"
-    return length is not None and needs_whole_chunk and length % rule.chunk != 0
+    if length is None or type(rule) is not Pages or rule.query != "chunk":
+        return False
+    return length % rule.chunk != 0
 
 
 def translate_rule(rule: SparseRule, dim: int) -> HeadRule | None:

@@ -138,8 +138,8 @@ def attend_trees(
                 parts.append(_attend_block(*inputs))
     out, lse, weights = zip(*parts, strict=True)
     count = -(-n // step)  # Blocks of one row.
-    weights = _join_blocks(weights, count) if call.weights else None
-    return _join_blocks(out, count), _join_blocks(lse, count), weights
+    joined_weights = _join_blocks(weights, count) if call.weights else None
+    return _join_blocks(out, count), _join_blocks(lse, count), joined_weights
 
 
 def _join_blocks(parts: Sequence[Tensor], count: int) -> Tensor:
@@ -149,7 +149,8 @@ def _join_blocks(parts: Sequence[Tensor], count: int) -> Tensor:
         parts: Results by row of the batch, the last block of each row first.
         count: Number of blocks of a row.
     """
-    rows = [torch.cat(parts[i : i + count][::-1], 2) for i in range(0, len(parts), count)]
+    starts = range(0, len(parts), count)
+    rows = [torch.cat(list(reversed(parts[i : i + count])), 2) for i in starts]
     return torch.cat(rows)
 
 
