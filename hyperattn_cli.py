@@ -1,7 +1,7 @@
-"""The `hyperattn` command: its options, and what becomes of errors: one line on stderr and exit code 2.
+"""The `hyperattn` command: its options, sub-commands and error messages.
 
-Stands outside the package, so that help is there without torch. What a sub-command does is `run(args) -> int | None` of
-the module of its name in `hf_hyperattn.cli`; those in `LIGHT` are run without importing the package.
+This module lies outside the package, so that `--help` works without importing torch. A sub-command
+is the function `run(args) -> int | None` of the module with its name in `hf_hyperattn.cli`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Characters of an error, and the largest count that an option may name.
-LONGEST, MOST = 1000, 10**9
-MECHANISMS = ("hsa", "sparse", "collaborative")  # that can be injected
-CONVERSIONS = ("collaborative", "hat")  # changes of architecture
-LIGHT = ("completion", "list")  # their modules import the standard library alone
-WITHOUT_MODELS = ("autoload", "completion", "recover")  # these read no model, and so need no scores
+#: Longer error messages are cut: an argument may hold a whole file.
+MAX_ERROR_LENGTH = 1000
+#: Largest value of an option that counts something.
+MAX_COUNT = 10**9
+#: Mechanisms that `hyperattn inject` can apply without training.
+MECHANISMS = ("hsa", "sparse", "collaborative")
+#: Mechanisms that `hyperattn convert` can apply; they change the architecture.
+CONVERSIONS = ("collaborative", "hat")
+#: Sub-commands whose modules import only the standard library, so that they start without torch.
+LIGHT = ("completion", "list")
+#: Sub-commands that read no model and therefore have no --import.
+WITHOUT_MODELS = ("autoload", "completion", "recover")
 SHELLS = ("bash", "zsh", "fish")
 DTYPES = ("float32", "bfloat16", "float16")
 ABOUT = """\
@@ -36,9 +42,10 @@ Examples:
   hyperattn compare MODEL --text book.txt --mechanisms cone,none --budget 20min
   hyperattn inject MODEL --mechanism hsa --text book.txt --output DIR
   hyperattn COMMAND --help                     options and examples of a command"""
+#: Seconds per unit of --budget.
 UNITS = {"s": 1, "min": 60, "h": 3600}
-#: What argparse says, and what is said in its place.
-WORDS = (
+#: Patterns of argparse's messages, each with the message that replaces it.
+REWRITTEN_ERRORS = (
     (
         r"argument (\S+): invalid int value: (.*)",
         r"\1 \2 is no whole number; allowed: digits, such as \1 1024",
@@ -56,29 +63,36 @@ WORDS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors of a single line that say what to write instead; no option is taken twice."""
+    """An argparse parser with one-line errors that name the allowed input.
+
+    Unlike argparse, it rejects an option that is given twice.
+    """
 
     words: Sequence[str] = ()
     given: set[argparse.Action] = set()
 
     def error(self, message: str):
+        # argparse wraps some messages; an error is always one line.
         message = " ".join(message.split())
+        # A misspelt option is the more likely cause than a missing one, so report it first.
         if message.startswith("the following arguments are required"):
             self._check_options(
                 [word for word in self.words if not self._is_option(word.partition("=")[0])]
             )
-        for pattern, words in WORDS:
+        for pattern, words in REWRITTEN_ERRORS:
             if re.fullmatch(pattern, message):
                 message = re.sub(pattern, words, message)
                 break
+        # Control characters in an argument must not reach the terminal.
         message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-        if len(message) > LONGEST:
-            message = f"{message[: LONGEST - 3]}..."
+        if len(message) > MAX_ERROR_LENGTH:
+            message = f"{message[: MAX_ERROR_LENGTH - 3]}..."
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse's, but what is not known is an error of the sub-command that got it."""
-        self.words, self.given = sys.argv[1:] if args is None else list(args), set()
+        """Parse as argparse does, but let the sub-command report unknown arguments."""
+        self.words = sys.argv[1:] if args is None else list(args)
+        self.given = set()
         known, unknown = super().parse_known_args(args, namespace)
         self._check_options(unknown)
         if unknown:
@@ -91,21 +105,18 @@ class Parser(argparse.ArgumentParser):
         return any(option.startswith(word) for option in self._option_string_actions)
 
     def _check_options(self, unknown: Sequence[str]) -> None:
-        """An error where one of these words looks like an option; options of this parser are not among them."""
-        for word in (
-            word.partition("=")[0] for word in unknown if word.startswith("-") and len(word) > 1
-        ):
-            self.error(
-                f"no option {word!r}; leave it out{nearest(word, self._option_string_actions)}"
-            )
+        """Report the first unknown word that looks like an option."""
+        options = (word for word in unknown if word.startswith("-") and len(word) > 1)
+        for option in options:
+            word = option.partition("=")[0]
+            hint = suggest_nearest(word, self._option_string_actions)
+            self.error(f"no option {word!r}; leave it out{hint}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """As argparse's, of whose options the last one would win in silence."""
-        if (
-            action in self.given
-            and action.option_strings
-            and not isinstance(action, argparse._AppendAction)
-        ):
+        """Read the values of an option; report an option that is given twice."""
+        # argparse would silently keep the last value. Options that append may be repeated.
+        may_repeat = not action.option_strings or isinstance(action, argparse._AppendAction)
+        if action in self.given and not may_repeat:
             behind = ", with all files behind it" if action.nargs == "+" else ""
             self.error(f"{action.option_strings[-1]} is given twice; allowed: once{behind}")
         self.given.add(action)
@@ -113,24 +124,24 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any):
         if action.choices is not None and value not in action.choices:
-            what = f"no {(action.metavar or action.dest or 'value')}".lower()
-            self.error(
-                f"{what} {value!r}; allowed: {', '.join(action.choices)}{nearest(value, action.choices)}"
-            )
+            kind = (action.metavar or action.dest or "value").lower()
+            allowed = ", ".join(action.choices)
+            hint = suggest_nearest(value, action.choices)
+            self.error(f"no {kind} {value!r}; allowed: {allowed}{hint}")
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """What is added to an error where a word is nearly one of these; nothing where it is not."""
+def suggest_nearest(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean ...?" if one of the words is similar, else ""."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 @functools.cache
-def package_folder() -> Path:
-    """Where `hf_hyperattn` is, which is not imported for it.
+def find_package_folder() -> Path:
+    """Find the folder of `hf_hyperattn` without importing the package.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: Python does not find the package.
     """
     spec = importlib.util.find_spec("hf_hyperattn")
     if spec is None or not spec.submodule_search_locations:
@@ -139,43 +150,52 @@ def package_folder() -> Path:
 
 
 @functools.cache
-def mechanisms() -> dict[str, dict[str, Any]]:
-    """What `hyperattn list` shows, by mechanism; a test holds it equal to the registry."""
-    return json.loads((package_folder() / "cli" / "mechanisms.json").read_text(encoding="utf-8"))
+def read_mechanisms() -> dict[str, dict[str, Any]]:
+    """Return the entries of `hyperattn list` by mechanism.
+
+    They come from a JSON file, so that no torch is needed; a test compares it with the registry.
+    """
+    return json.loads(
+        (find_package_folder() / "cli" / "mechanisms.json").read_text(encoding="utf-8")
+    )
 
 
-#: What `hyperattn list` shows of mechanisms that --import brought, by name.
+#: Entries of `hyperattn list` for mechanisms that --import registered, by name.
 IMPORTED: dict[str, dict[str, Any]] = {}
 
 
-def all_mechanisms() -> dict[str, dict[str, Any]]:
-    """Mechanisms of the package, and those that --import brought."""
-    return mechanisms() | IMPORTED
+def list_all_mechanisms() -> dict[str, dict[str, Any]]:
+    """Return the entries of the package's mechanisms and of imported ones."""
+    return read_mechanisms() | IMPORTED
 
 
-def patches() -> list[str]:
-    """Names that --mechanism takes: of mechanisms that patch, and of attn_implementation=."""
-    known = all_mechanisms()
+def patch_names() -> list[str]:
+    """Return the values of --mechanism: mechanisms that patch, and attention names."""
+    known = list_all_mechanisms()
     names = [name for name, about in known.items() if "patch_model" in about["how"]]
-    return list(dict.fromkeys([*names, *(n for about in known.values() for n in about["names"])]))
+    attention_names = [name for about in known.values() for name in about["names"]]
+    # A dict removes duplicates and keeps the order.
+    return list(dict.fromkeys([*names, *attention_names]))
 
 
-def recipe(text: str) -> str:
-    """The type of --mechanism: names joined by "+", each one known."""
+def parse_recipe(text: str) -> str:
+    """Check the value of --mechanism: known names joined by "+"."""
     for name in text.split("+"):
-        if name not in patches():
+        if name not in patch_names():
+            allowed = ", ".join(patch_names())
+            hint = suggest_nearest(name, patch_names())
             raise argparse.ArgumentTypeError(
-                f"no mechanism {name!r}; allowed: {', '.join(patches())}; several with +{nearest(name, patches())}"
+                f"no mechanism {name!r}; allowed: {allowed}; several with +{hint}"
             )
     return text
 
 
-def recipes(text: str) -> list[str]:
-    """The type of --mechanisms: recipes and "none", between commas, each one once and one other than none."""
+def parse_recipes(text: str) -> list[str]:
+    """Parse the value of --mechanisms: recipes and "none", separated by commas."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name != "none":
-            recipe(name)
+            parse_recipe(name)
     if len(set(names)) < len(names) or set(names) == {"none"}:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no comparison; allowed: names once each, such as cone,hype,none"
@@ -183,8 +203,8 @@ def recipes(text: str) -> list[str]:
     return names
 
 
-def duration(text: str) -> float:
-    """The type of times, in seconds: 90s, 20min, 1.5h."""
+def parse_duration(text: str) -> float:
+    """Parse a time such as 90s, 20min or 1.5h into seconds."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|min|h)", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(
@@ -193,8 +213,8 @@ def duration(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def setting(text: str) -> tuple[str, Any]:
-    """The type of --set: NAME=VALUE, whose value is JSON, or else a word."""
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE of --set; a value that is not JSON is a string."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(
@@ -206,14 +226,15 @@ def setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _autoload(add: Callable) -> None:
+def add_autoload_options(add: Callable) -> None:
     """register the names in programs that cannot be edited: on, off, status
 
     Let HF_HYPERATTN_AUTOLOAD=1 register the names in programs that cannot be edited.
 
-    `on` writes one file, hf_hyperattn_autoload.pth, into the site-packages of this Python; Python reads it when it
-    starts. With HF_HYPERATTN_AUTOLOAD=1 the names are then registered as soon as Transformers is loaded, without an
-    import of this package; otherwise nothing happens. `off` removes the file, `status` says what holds now.
+    `on` writes one file, hf_hyperattn_autoload.pth, into the site-packages of this Python;
+    Python reads it when it starts. With HF_HYPERATTN_AUTOLOAD=1 the names are then registered
+    as soon as Transformers is loaded, without an import of this package; otherwise nothing
+    happens. `off` removes the file, `status` says what holds now.
 
     Examples:
       hyperattn autoload on
@@ -228,40 +249,41 @@ def _autoload(add: Callable) -> None:
     )
 
 
-def _bench(add: Callable) -> None:
-    """measure time and memory of a model's own attention and of what is patched in
+def add_bench_options(add: Callable) -> None:
+    """measure time and memory of a model, unpatched and patched
 
-    Measure reading a text of --length tokens and generating after it: time, memory, and whether both agree.
+    Measure prefill of --length random tokens and generation after it: time, memory, and whether
+    both models agree.
 
-    A model that is saved patched is measured as it is and unpatched; one with its own attention needs --mechanism. The
-    tokens are random. Times are the least of --repeats; memory on a CPU is the largest of the whole process. Logits are
-    compared on up to 128 tokens, greedy tokens one by one.
+    A model that was saved patched is measured patched and unpatched; an unpatched model needs
+    --mechanism. Times are the shortest of --repeats runs. On a CPU, memory is the peak of the
+    whole process. Logits are compared on up to 128 tokens, greedy tokens one by one.
 
     Examples:
       hyperattn bench out --length 2048
       hyperattn bench HuggingFaceTB/SmolLM2-135M --mechanism cone+hype --length 1024 --json
     """
-    _model(add)
-    add(
-        "--length", type=int, default=1024, metavar="N", help="tokens that are read (default: 1024)"
-    )
+    add_causal_lm_options(add)
+    add("--length", type=int, default=1024, metavar="N", help="prompt tokens (default: 1024)")
     add("--generate", type=int, default=32, metavar="N", help="new tokens, 2 or more (default: 32)")
     add(
         "--repeats",
         type=int,
         default=3,
         metavar="N",
-        help="times that each is measured (default: 3)",
+        help="measurements of each model (default: 3)",
     )
 
 
-def _card(add: Callable) -> None:
+def add_card_options(add: Callable) -> None:
     """print or write the card of a saved model, adapter or config
 
-    Print the card (README.md) of what save_pretrained wrote: a patched model, an adapter, or a HyperAttnConfig.
+    Print the card (README.md) of what save_pretrained wrote: a patched model, an adapter, or a
+    HyperAttnConfig.
 
-    What the folder does not say (licence, base model, measured numbers) comes from a JSON file with fields of
-    hub_cards.Facts. Exit code 1: with --write, a README.md that a person wrote or edited was kept.
+    --facts adds facts that the folder does not hold (licence, base model, measured numbers): a
+    JSON file with fields of hub_cards.Facts. With --write, exit code 1 means that a README.md
+    written or edited by hand was kept.
 
     Examples:
       hyperattn card out
@@ -273,21 +295,23 @@ def _card(add: Callable) -> None:
         metavar="FILE",
         help="JSON file with more facts: base_model, license, results, ...",
     )
-    add("--write", action="store_true", help="write it to README.md beside the weights")
+    add("--write", action="store_true", help="write it to README.md in the folder of the weights")
 
 
-def _compare(add: Callable) -> None:
-    """train mechanisms beside their control, at equal parameters, and say what differs
+def add_compare_options(add: Callable) -> None:
+    """train mechanisms and a control with equally many parameters, and compare them
 
-    Train LoRA, and LoRA with each mechanism, in the same way and at equal numbers of trainable parameters, on the first
-    four fifths of the texts; read the rest; say with its uncertainty what a mechanism adds to LoRA alone ("none").
+    Train LoRA ("none", the control) and LoRA with each mechanism on the first 80 % of the
+    texts, then measure the loss on the rest. All runs have the same number of trainable
+    parameters: LoRA gives up ranks for a mechanism.
 
-    A mechanism's run of a seed starts from the same LoRA matrices and reads the same tokens as the control's. What a
-    mechanism adds is taken off LoRA's ranks. The steps of a run are as many as --budget allows after a few that are
-    timed, or --steps. The verdict is a paired t test over the seeds, corrected for the number of mechanisms (Holm):
-    better, worse or undecided, with the difference that so many seeds would have shown.
+    For each seed, all runs start from the same LoRA matrices and read the same tokens. A few
+    steps are timed first to plan the number of steps that --budget allows; --steps sets it
+    instead. The verdict of each mechanism (better, worse or undecided) is a paired t test over
+    the seeds, with Holm's correction for the number of mechanisms. The report also gives the
+    difference that this many seeds can detect.
 
-    With --out every finished run is kept; the same command goes on where it was interrupted.
+    With --out every finished run is saved; the same command resumes an interrupted comparison.
 
     Examples:
       hyperattn compare HuggingFaceTB/SmolLM2-135M --text book.txt --mechanisms cone,hyperbolic,none --budget 20min
@@ -299,40 +323,59 @@ def _compare(add: Callable) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="UTF-8 texts to train on and to read",
+        help="UTF-8 texts to train and evaluate on",
     )
     add(
         "--mechanisms",
-        type=recipes,
+        type=parse_recipes,
         required=True,
         metavar="NAMES",
-        help="mechanisms between commas; + puts two into one model; none, the control, is always there",
+        help="mechanisms, separated by commas; + joins two in one model; none, the control, is always included",
     )
     add(
         "--budget",
-        type=duration,
+        type=parse_duration,
         metavar="TIME",
-        help="of all runs together, such as 20min (default: 20min)",
+        help="total time of all runs (default: 20min)",
     )
-    add("--steps", type=int, metavar="N", help="steps of every run, in place of --budget")
-    add("--seeds", type=int, default=3, metavar="N", help="runs of each, at least 3 (default: 3)")
+    add("--steps", type=int, metavar="N", help="training steps per run, instead of --budget")
     add(
-        "--length", type=int, metavar="N", help="tokens a step (default: 512, or the model's limit)"
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="runs per mechanism, at least 3 (default: 3)",
+    )
+    add(
+        "--length",
+        type=int,
+        metavar="N",
+        help="tokens per step (default: 512, or the model's limit)",
     )
     add(
         "--held-out",
         type=int,
         default=16,
         metavar="N",
-        help="windows of --length that are read (default: 16)",
+        help="held-out windows of --length tokens (default: 16)",
     )
+    add_compare_training_options(add)
+    add(
+        "--out",
+        metavar="DIR",
+        help="save finished runs, a card (README.md) and facts for `hyperattn card` here",
+    )
+
+
+def add_compare_training_options(add: Callable) -> None:
+    """Add the options of `compare` that configure the training of every run."""
     add(
         "--layers",
         default="last-third",
         metavar="WHICH",
-        help="layers that are trained: all, first-half, last-third, ... (default: last-third)",
+        help="layers to train: all, first-half, last-third, ... (default: last-third)",
     )
-    add("--rank", type=int, default=8, metavar="R", help="of LoRA in the control (default: 8)")
+    add("--rank", type=int, default=8, metavar="R", help="LoRA rank of the control (default: 8)")
     add(
         "--rate", type=float, default=1e-3, metavar="X", help="LoRA's learning rate (default: 1e-3)"
     )
@@ -341,22 +384,16 @@ def _compare(add: Callable) -> None:
         type=float,
         default=1e-2,
         metavar="X",
-        help="learning rate of what mechanisms add (default: 1e-2)",
+        help="learning rate of parameters that mechanisms add (default: 1e-2)",
     )
-    add(
-        "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
-    )
-    add(
-        "--out",
-        metavar="DIR",
-        help="keeps runs, and gets the card (README.md) and facts for `hyperattn card`",
-    )
+    add_device_option(add)
 
 
-def _completion(add: Callable) -> None:
-    """print what makes a shell complete this command
+def add_completion_options(add: Callable) -> None:
+    """print a script that lets a shell complete this command
 
-    Print a script for a shell, after which Tab completes commands, options and what they allow.
+    Print a script for a shell. After the shell runs it, Tab completes commands, options and
+    their values.
 
     Examples:
       eval "$(hyperattn completion bash)"
@@ -366,14 +403,16 @@ def _completion(add: Callable) -> None:
     add("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
-def _convert(add: Callable) -> None:
+def add_convert_options(add: Callable) -> None:
     """turn a checkpoint into one of another architecture, such as hat
 
-    Replace parts of a model, write the result with its tokenizer and card, and say how many parameters it has.
+    Replace parts of a model, write the result with its tokenizer and card, and report the
+    number of parameters.
 
-    hat makes an encoder of the BERT kind read long texts in segments; collaborative gives all heads --set rank=R shared
-    dimensions of queries and keys. `hyperattn list NAME` shows what --set takes. The result only approximates the old
-    model; `hyperattn inject --mechanism collaborative` also measures by how much.
+    hat makes a BERT-like encoder read long texts in segments. collaborative gives all heads
+    --set rank=R shared query and key dimensions. `hyperattn list NAME` shows the settings for
+    --set. The result only approximates the old model; `hyperattn inject --mechanism
+    collaborative` also measures the error.
 
     Examples:
       hyperattn convert ENCODER long --to hat --set segment_length=128 --set layout=I1
@@ -384,22 +423,27 @@ def _convert(add: Callable) -> None:
     add("--to", choices=CONVERSIONS, required=True, help=", ".join(CONVERSIONS))
     add(
         "--set",
-        type=setting,
+        type=parse_setting,
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="a setting; may be repeated",
     )
-    add("--force", action="store_true", help="replace the checkpoint in NEW, and all else there")
+    add(
+        "--force",
+        action="store_true",
+        help="replace the checkpoint in NEW and everything else there",
+    )
 
 
-def _demo(add: Callable) -> None:
+def add_demo_options(add: Callable) -> None:
     """measure a real model with stock, patched and replaced attention
 
-    Measure a real model with its own attention, with cone attention patched in and in its place, and with tied keys.
+    Measure a real model four times: with its own attention, with cone attention patched in,
+    with cone attention instead, and with HSA.
 
-    Without --model: SmolLM2-135M-Instruct from the package index, converted once into a cache folder
-    ($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
+    Without --model, the model is SmolLM2-135M-Instruct from the package index. It is converted
+    once into a cache folder ($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
 
     Examples:
       hyperattn demo --output smollm2-cone
@@ -415,33 +459,35 @@ def _demo(add: Callable) -> None:
         "--length",
         type=int,
         metavar="N",
-        help="tokens a window (default: 1024, or the model's limit)",
+        help="tokens per window (default: 1024, or the model's limit)",
     )
     add(
         "--tokens",
         type=int,
         metavar="N",
-        help="tokens of the text (default: two windows, one above 2048)",
+        help="tokens of the text (default: two windows, or one if a window exceeds 2048)",
     )
     add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
     add("--prompt", default="The capital of France is", help="text to continue")
-    add(
-        "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
-    )
+    add_device_option(add)
     add(
         "--output",
         metavar="DIR",
-        help="save the model there, with cone attention patched in (default: not saved)",
+        help="save the model with cone attention patched in here (default: not saved)",
     )
-    add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
+    add(
+        "--force",
+        action="store_true",
+        help="replace the checkpoint in DIR and everything else there",
+    )
 
 
-def _describe(add: Callable) -> None:
-    """show a model's attention layers and what is patched
+def add_describe_options(add: Callable) -> None:
+    """show a model's attention layers and patches
 
-    Show the attention layers of a model, what is patched, and where its gates stand.
+    Show the attention layers of a model, its patches and the values of their gates.
 
-    Of a model that is not patched only config.json is read.
+    For an unpatched model, only config.json is read.
 
     Examples:
       hyperattn describe HuggingFaceTB/SmolLM2-135M
@@ -451,12 +497,14 @@ def _describe(add: Callable) -> None:
     add("--heads", action="store_true", help="also the values of every head")
 
 
-def _doctor(add: Callable) -> None:
-    """show versions, engines, what is compiled and what is missing
+def add_doctor_options(add: Callable) -> None:
+    """show versions, engines, compiled kernels and missing programs
 
-    Show versions, which engines run here, what is compiled or came with the package, and what is missing.
+    Show versions, the engines that run here, kernels that are compiled or came with the
+    package, and missing programs.
 
-    One score is computed by the compiled engine and checked; where nothing is compiled yet, that is done now.
+    The compiled engine computes one score, which is checked. Its kernel is compiled now if
+    necessary.
 
     Examples:
       hyperattn doctor
@@ -464,41 +512,44 @@ def _doctor(add: Callable) -> None:
     """
 
 
-def _eval(add: Callable) -> None:
+def add_eval_options(add: Callable) -> None:
     """measure how well a model predicts a text, patched and unpatched
 
     Measure the perplexity of a causal LM on a text, in windows of --length tokens.
 
-    A model that is saved patched is read as it is and unpatched; one with its own attention also with --mechanism. The
-    difference comes with its standard error over windows.
+    A model that was saved patched is measured patched and unpatched. For an unpatched model,
+    --mechanism adds a second measurement. The difference is reported with its standard error
+    over windows.
 
     Examples:
       hyperattn eval out --text book.txt
       hyperattn eval HuggingFaceTB/SmolLM2-135M --text book.txt --mechanism hsa --mode replace --json
     """
-    _model(add)
+    add_causal_lm_options(add)
     add("--text", required=True, metavar="FILE", help="UTF-8 text to read")
     add(
         "--length",
         type=int,
         metavar="N",
-        help="tokens a window (default: 1024, or the model's limit)",
+        help="tokens per window (default: 1024, or the model's limit)",
     )
     add("--tokens", type=int, metavar="N", help="tokens of the text (default: eight windows)")
 
 
-def _export(add: Callable) -> None:
-    """write a patched checkpoint, or attention by name, that runs without this package
+def add_export_options(add: Callable) -> None:
+    """write a patched checkpoint, or named mechanisms, to run without this package
 
-    Write a patched checkpoint, or mechanisms by name, for machines without this package.
+    Write a patched checkpoint, or named mechanisms, for machines without this package.
 
-    The copy in OUT holds the checkpoint, modeling_hyperattn.py, and the modules that patching needs; it loads with
-    trust_remote_code=True and computes the same. Only known files are copied, no code but ours, and no link is
-    followed out of the checkpoint; hyperattn_manifest.json holds their SHA-256. What cannot be copied (the routing of
-    some families) is imported from this package, and the command says so.
+    --remote-code copies the checkpoint to OUT, with modeling_hyperattn.py and the modules that
+    patching needs. The copy loads with trust_remote_code=True and computes the same results.
+    Only known files are copied, no code except ours, and no link out of the checkpoint is
+    followed. hyperattn_manifest.json holds the SHA-256 of every file. Code that cannot be
+    copied (the routing of some families) is imported from this package; the command reports it.
 
-    --kernel writes what the Hub's `kernels` package loads for attn_implementation="OWNER/REPO:cone"; MODEL is then what
-    it is to run: names such as cone,hype or "all".
+    --kernel writes a repository for the Hub's `kernels` package and
+    attn_implementation="OWNER/REPO:cone". MODEL then lists the mechanisms: names such as
+    cone,hype or "all".
 
     Examples:
       hyperattn export out export --remote-code
@@ -510,22 +561,29 @@ def _export(add: Callable) -> None:
         help="directory or Hub id of a saved patched model; names with --kernel",
     )
     add("out", metavar="OUT", help="directory to write, absent or empty")
-    add("--remote-code", action="store_true", help="as code for trust_remote_code=True")
-    add("--kernel", action="store_true", help="as a kernel repository of the Hub, by name")
-    add("--force", action="store_true", help="replace the checkpoint in OUT, and all else there")
+    add("--remote-code", action="store_true", help="write code for trust_remote_code=True")
+    add("--kernel", action="store_true", help="write a kernel repository for the Hub")
+    add(
+        "--force",
+        action="store_true",
+        help="replace the checkpoint in OUT and everything else there",
+    )
 
 
-def _heal(add: Callable) -> None:
-    """let an injected model learn back, from itself with its own attention, what it lost
+def add_heal_options(add: Callable) -> None:
+    """train an injected model to recover its loss, with the original model as teacher
 
-    Distil the untouched model into its injected self: a few hundred steps, KL to its logits.
+    Distil the original model into its injected version: a few hundred steps that minimise the
+    KL to its logits.
 
-    What the patch added learns (block biases, gates, whatever it holds), and with --lora R LoRA's matrices beside it;
-    all else is frozen. The teacher is the same weights with their own attention, so that there is no second copy. The
-    last --length tokens of each text are held out; where they gain nothing, nothing is written and the exit code is 1.
+    The patch's parameters are trained (block biases, gates and others), and LoRA's matrices
+    with --lora R; everything else is frozen. The teacher uses the same weights with the
+    original attention, so memory holds one copy. The last --length tokens of each text are held
+    out. If they do not improve, nothing is written and the exit code is 1.
 
-    Without --lora the healed checkpoint is written, with it an adapter for MODEL or for what MODEL was made from. The
-    work is kept beside DIR every --save-every steps; --resume goes on from there, to the same bits.
+    Without --lora the healed checkpoint is written; with it, an adapter for MODEL or for the
+    model that MODEL was made from. The state is saved next to DIR every --save-every steps;
+    --resume continues from it, bit by bit the same.
 
     Examples:
       hyperattn heal injected --text bible.txt source.txt --steps 300 --lora 8 --output healed
@@ -536,22 +594,28 @@ def _heal(add: Callable) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="UTF-8 texts, of the kinds the model is to serve",
+        help="UTF-8 texts like those the model will read",
     )
-    add("--output", required=True, metavar="DIR", help="where to write the adapter or checkpoint")
+    add("--output", required=True, metavar="DIR", help="write the adapter or checkpoint here")
     add(
         "--lora",
         type=int,
         metavar="R",
-        help="rank of LoRA's matrices beside what the patch can learn",
+        help="also train LoRA matrices of this rank",
     )
     add("--adapter", action="store_true", help="write an adapter of a few KB, also without --lora")
-    add("--steps", type=int, default=300, metavar="N", help="windows to learn from (default: 300)")
+    add(
+        "--steps",
+        type=int,
+        default=300,
+        metavar="N",
+        help="training steps, one window each (default: 300)",
+    )
     add(
         "--length",
         type=int,
         metavar="N",
-        help="tokens a window (default: what the patch was chosen for)",
+        help="tokens per window (default: the length that the patch was tuned for)",
     )
     add("--lr", type=float, metavar="X", help="learning rate of LoRA's matrices (default: 3e-4)")
     add(
@@ -560,38 +624,37 @@ def _heal(add: Callable) -> None:
         metavar="X",
         help="learning rate of the patch's parameters (default: 1e-2)",
     )
-    add("--seed", type=int, default=0, help="of the windows and of LoRA's start (default: 0)")
+    add("--seed", type=int, default=0, help="random seed of the windows and of LoRA (default: 0)")
     add(
         "--bf16",
         action="store_true",
-        help="learn with products in bfloat16: faster where a CPU or GPU has them",
+        help="multiply in bfloat16: faster on CPUs and GPUs that support it",
     )
     add(
         "--save-every",
         type=int,
         default=25,
         metavar="N",
-        help="steps between two saves of the work (default: 25)",
+        help="steps between two saves of the state (default: 25)",
     )
-    add("--resume", action="store_true", help="go on from what an interrupted run kept beside DIR")
+    add("--resume", action="store_true", help="continue an interrupted run from its saved state")
     add(
         "--force",
         action="store_true",
-        help="replace what is in DIR; without --resume also an interrupted run's work",
+        help="replace the contents of DIR; without --resume also the state of an interrupted run",
     )
-    add(
-        "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
-    )
+    add_device_option(add)
 
 
-def _hyperbolicity(add: Callable) -> None:
-    """say how far a model's word vectors, its hidden states, or points in a file are from a tree
+def add_hyperbolicity_options(add: Callable) -> None:
+    """measure how tree-like word vectors, hidden states or points in a file are
 
     Measure Gromov's delta of points, relative to their diameter: 0 for a tree, 1 at most.
 
-    Points are a model's input embeddings, with --text also the hidden states after every layer; or the rows of a file
-    (.npy, .csv, or .safetensors with one matrix). Beside each stands its control: the same numbers with every
-    coordinate shuffled. What is not below its control is no tree. Compare at equal --size: delta grows with it.
+    Points are a model's input embeddings (with --text also the hidden states after every layer)
+    or the rows of a file (.npy, .csv, or .safetensors with one matrix). The control holds the
+    same numbers with every coordinate shuffled. Points that are not below their control are not
+    tree-like. Compare at equal --size: delta grows with it.
 
     Examples:
       hyperattn hyperbolicity HuggingFaceTB/SmolLM2-135M --text book.txt
@@ -600,9 +663,9 @@ def _hyperbolicity(add: Callable) -> None:
     add(
         "source",
         metavar="MODEL|FILE",
-        help="directory or Hub id of a model, or a file of points, one a row",
+        help="directory or Hub id of a model, or a file of points, one per row",
     )
-    add("--text", metavar="FILE", help="UTF-8 text: hidden states of its tokens, after every layer")
+    add("--text", metavar="FILE", help="UTF-8 text whose hidden states are measured too")
     add(
         "--tokens",
         type=int,
@@ -614,14 +677,14 @@ def _hyperbolicity(add: Callable) -> None:
         type=int,
         default=2000,
         metavar="N",
-        help="rows that are drawn of those there are (default: 2000)",
+        help="points drawn from all rows (default: 2000)",
     )
-    add("--size", type=int, default=60, metavar="N", help="points of a sample (default: 60)")
-    add("--draws", type=int, default=10, metavar="N", help="samples (default: 10)")
-    add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    add("--size", type=int, default=60, metavar="N", help="points per sample (default: 60)")
+    add("--draws", type=int, default=10, metavar="N", help="number of samples (default: 10)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
 
 
-def options_under(add: Callable, title: str) -> Callable:
+def add_group(add: Callable, title: str) -> Callable:
     """Return a function that adds options under a heading of the help.
 
     Args:
@@ -632,7 +695,7 @@ def options_under(add: Callable, title: str) -> Callable:
     return parser.add_argument_group(title).add_argument
 
 
-def _inject(add: Callable) -> None:
+def add_inject_options(add: Callable) -> None:
     """make a pretrained model's attention cheaper without training, within a loss budget
 
     Make a pretrained model's attention cheaper without training.
@@ -654,7 +717,15 @@ def _inject(add: Callable) -> None:
       hyperattn inject ENCODER --mechanism hsa --text docs.txt --length 512 --output small
       hyperattn inject ENCODER --mechanism collaborative --rank 192 --output small
     """
-    required = options_under(add, "required")
+    add_inject_required_options(add)
+    add_inject_saving_options(add)
+    add_inject_measurement_options(add)
+    add_inject_output_options(add)
+
+
+def add_inject_required_options(add: Callable) -> None:
+    """Add the required options of `inject`."""
+    required = add_group(add, "required")
     required("model", metavar="MODEL", help="folder or Hub id of a causal LM or a text encoder")
     required(
         "--mechanism",
@@ -670,7 +741,11 @@ def _inject(add: Callable) -> None:
         help="UTF-8 texts like those the model will read, each at least 3 x --length tokens (encoders: 24 x); not for "
         "collaborative",
     )
-    saving = options_under(add, "how much to save")
+
+
+def add_inject_saving_options(add: Callable) -> None:
+    """Add the options of `inject` that say how much to save."""
+    saving = add_group(add, "how much to save")
     saving(
         "--budget",
         type=float,
@@ -696,7 +771,11 @@ def _inject(add: Callable) -> None:
         "here (default: pairs)",
     )
     saving("--rank", type=int, metavar="R", help="collaborative: number of shared dimensions")
-    measurement = options_under(add, "measurement")
+
+
+def add_inject_measurement_options(add: Callable) -> None:
+    """Add the options of `inject` that control its measurements."""
+    measurement = add_group(add, "measurement")
     measurement(
         "--length",
         type=int,
@@ -721,7 +800,11 @@ def _inject(add: Callable) -> None:
         metavar="MAP",
         help='spread the model over devices: auto, or a JSON file {"module": device}',
     )
-    output = options_under(add, "output")
+
+
+def add_inject_output_options(add: Callable) -> None:
+    """Add the options of `inject` that say where to write."""
+    output = add_group(add, "output")
     output("--output", metavar="DIR", help="write the checkpoint here (default: report only)")
     output(
         "--force",
@@ -735,7 +818,7 @@ def _inject(add: Callable) -> None:
     )
 
 
-def _list(add: Callable) -> None:
+def add_list_options(add: Callable) -> None:
     """list mechanisms: what each is for, how to apply it, its time and settings
 
     List the mechanisms of this package, or show one with its settings and their defaults.
@@ -745,17 +828,19 @@ def _list(add: Callable) -> None:
       hyperattn list cone
       hyperattn list --json
     """
-    add("mechanism", nargs="?", metavar="MECHANISM", help="show this one alone, with its settings")
+    add("mechanism", nargs="?", metavar="MECHANISM", help="show only this one, with its settings")
 
 
-def _look(add: Callable) -> None:
-    """write a page that shows what a model's attention does on a text
+def add_look_options(add: Callable) -> None:
+    """write a page that shows a model's attention on a text
 
-    Write one HTML page, and JSON beside it, that shows what attention does on a text and what a patch changed.
+    Write an HTML page and a JSON file that show a model's attention on a text and the effect of
+    a patch.
 
-    Attention of every head, own and patched, entropy, attention to the first token, how tree-like the hidden states
-    are; and of what the model is patched with: gates, cones, the Poincaré disk, blocks that HSA opens. The page needs
-    no network. It ends in what to try next.
+    The page shows every head's attention (original and patched), its entropy, attention to the
+    first token and how tree-like the hidden states are. For patches it adds gates, cones, the
+    Poincaré disk or the blocks that HSA opens. The page needs no network. It ends with
+    suggestions for the next step.
 
     Examples:
       hyperattn look out --text text.txt --out seen --layers last-4
@@ -776,36 +861,36 @@ def _look(add: Callable) -> None:
     add(
         "--layers",
         metavar="LAYERS",
-        help="layers in detail: 0,5,9 or last-4 (default: three, of the patched ones)",
+        help="layers to show in detail: 0,5,9 or last-4 (default: three patched layers)",
     )
     add(
         "--query",
         type=int,
         metavar="N",
-        help="one more token whose attention is shown in detail, by its position",
+        help="position of one more query token to show in detail",
     )
 
 
-def _push(add: Callable) -> None:
+def add_push_options(add: Callable) -> None:
     """upload a saved model, adapter or config that reloads exactly
 
-    Upload what save_pretrained wrote to the Hub, in one commit, with its card.
+    Upload a folder that save_pretrained wrote to the Hub, in one commit, with its card.
 
-    First it is loaded from its folder, saved again, and every tensor compared bit by bit; an adapter is loaded on the
-    base that it names. Only known files go along (weights as safetensors, configs, tokenizer, card, what `hyperattn
-    export` wrote); weights in the repository that are not part of it are deleted there. A README.md that a person
-    wrote stays, here and there.
+    First the folder is loaded, saved again, and every tensor compared bit by bit; an adapter is
+    loaded on its base model. Only known files are uploaded (safetensors weights, configs,
+    tokenizer, card, files of `hyperattn export`). Other weights in the repository are deleted.
+    A README.md that a person wrote is kept, in the folder and on the Hub.
 
     Examples:
       hyperattn push out your-name/SmolLM2-135M-cone --private --dry-run
     """
     add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
-    add("repo", metavar="REPO", help="repository on the Hub, made where there is none: owner/name")
+    add("repo", metavar="REPO", help="repository on the Hub: owner/name; created if necessary")
     add("--private", action="store_true", help="make the repository private")
     add(
         "--dry-run",
         action="store_true",
-        help="check, and say what would be uploaded; no network, nothing written",
+        help="check and list the files to upload; no network, nothing written",
     )
     add(
         "--facts",
@@ -814,13 +899,13 @@ def _push(add: Callable) -> None:
     )
 
 
-def _recover(add: Callable) -> None:
-    """bring interrupted saves into a folder to their end
+def add_recover_options(add: Callable) -> None:
+    """finish interrupted saves into a folder
 
-    Bring interrupted saves into a folder to their end, and remove what they left.
+    Finish interrupted saves into a folder and remove their temporary files.
 
-    Exit code 0: the folder is whole, also where there was nothing to do. 2: a process is saving there now, or what is
-    left cannot be put in its place; the message says what to do.
+    Exit code 0: the folder is complete, also if there was nothing to do. 2: a process is saving
+    there now, or a save cannot be finished automatically; the message says what to do.
 
     Examples:
       hyperattn recover out
@@ -828,56 +913,59 @@ def _recover(add: Callable) -> None:
     add("folder", metavar="DIR", help="the folder that was saved into")
 
 
-def _model(add: Callable) -> None:
-    """Arguments of commands that measure a causal LM."""
+def add_device_option(add: Callable) -> None:
+    """Add --device."""
+    add("--device", default="auto", help="torch device (default: cuda if available, else cpu)")
+
+
+def add_causal_lm_options(add: Callable) -> None:
+    """Add the options of commands that measure a causal LM."""
     add("model", metavar="MODEL", help="directory or Hub id of a causal LM")
     add(
         "--mechanism",
-        type=recipe,
+        type=parse_recipe,
         metavar="NAME",
-        help="what to patch into a model that is not; several with +",
+        help="mechanism to patch into an unpatched model; several with +",
     )
     add(
         "--mode",
         choices=("blend", "replace"),
         default="blend",
-        help="of --mechanism: behind gates at 0, or in place of the dot product (default: blend)",
+        help="blend adds --mechanism behind gates at 0; replace replaces the dot product (default: blend)",
     )
     add(
         "--dtype",
         choices=DTYPES,
         default=DTYPES[0],
-        help=f"of weights: {', '.join(DTYPES)} (default: {DTYPES[0]})",
+        help=f"dtype of the weights: {', '.join(DTYPES)} (default: {DTYPES[0]})",
     )
-    add(
-        "--device", default="auto", help="torch device (default: cuda where there is one, else cpu)"
-    )
+    add_device_option(add)
 
 
-#: Sub-commands: their options, the first line of whose docstring is their line of help, the rest their description.
-_ALL = (
-    _autoload,
-    _bench,
-    _card,
-    _compare,
-    _completion,
-    _convert,
-    _demo,
-    _describe,
-    _doctor,
-    _eval,
-    _export,
-    _heal,
-    _hyperbolicity,
-    _inject,
-    _list,
-    _look,
-    _push,
-    _recover,
-)
-COMMANDS = {f.__name__[1:]: f for f in _ALL}
-#: The least value of every option that counts something.
-LEAST = {
+#: Sub-commands with the functions that add their options. The first line of a function's docstring
+#: is the command's line in `hyperattn --help`, the rest is the command's own description.
+COMMANDS = {
+    "autoload": add_autoload_options,
+    "bench": add_bench_options,
+    "card": add_card_options,
+    "compare": add_compare_options,
+    "completion": add_completion_options,
+    "convert": add_convert_options,
+    "demo": add_demo_options,
+    "describe": add_describe_options,
+    "doctor": add_doctor_options,
+    "eval": add_eval_options,
+    "export": add_export_options,
+    "heal": add_heal_options,
+    "hyperbolicity": add_hyperbolicity_options,
+    "inject": add_inject_options,
+    "list": add_list_options,
+    "look": add_look_options,
+    "push": add_push_options,
+    "recover": add_recover_options,
+}
+#: Smallest value of every option that counts something, by command.
+MIN_COUNTS = {
     "bench": {"length": 2, "generate": 2, "repeats": 1},
     "compare": {"steps": 2, "seeds": 3, "length": 16, "held_out": 1, "rank": 1},
     "demo": {"length": 2, "tokens": 32, "generate": 1},
@@ -889,7 +977,7 @@ LEAST = {
 }
 _SHARE = ("above 0 and below 1", lambda value: 0 < value < 1)
 _UP_TO_1 = ("above 0, up to 1", lambda value: 0 < value <= 1)
-#: What other numbers may be, in words and as a test.
+#: Allowed values of other numeric options, in words and as a test, by command.
 RANGES: dict[str, dict[str, tuple[str, Callable[[float], bool]]]] = {
     "compare": {
         "rate": _SHARE,
@@ -911,10 +999,10 @@ RANGES: dict[str, dict[str, tuple[str, Callable[[float], bool]]]] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every sub-command of `COMMANDS`."""
+    """Build the parser with every sub-command of `COMMANDS`."""
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="hyperattn", description=ABOUT, formatter_class=form)
-    parser.add_argument("--version", action="version", version=f"hyperattn {_version()}")
+    parser.add_argument("--version", action="version", version=f"hyperattn {_read_version()}")
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
     )
@@ -928,7 +1016,7 @@ def build_parser() -> argparse.ArgumentParser:
             "--traceback", action="store_true", help="show the whole traceback of an error"
         )
         command.add_argument(
-            "--json", action="store_true", help="print JSON on stdout in place of text"
+            "--json", action="store_true", help="print JSON on stdout instead of text"
         )
         if name not in WITHOUT_MODELS:
             command.add_argument(
@@ -937,18 +1025,21 @@ def build_parser() -> argparse.ArgumentParser:
                 action="append",
                 default=[],
                 metavar="MODULE",
-                help="a module or .py file with scores or rules of your own, imported first; repeat it for several",
+                help="module or .py file with your own scores or rules, imported first; may be repeated",
             )
         add_options(command.add_argument)
     return parser
 
 
-def module_of(command: str) -> ModuleType | Any:
-    """The module whose `run` is the sub-command; those in `LIGHT` come from their file, without the package."""
+def load_command_module(command: str) -> ModuleType | Any:
+    """Load the module whose `run` executes a sub-command.
+
+    Modules in `LIGHT` are loaded from their file: importing the package would import torch.
+    """
     if command not in LIGHT:
         return importlib.import_module(f"hf_hyperattn.cli.{command}")
     spec: Any = importlib.util.spec_from_file_location(
-        f"hyperattn_{command}", package_folder() / "cli" / f"{command}.py"
+        f"hyperattn_{command}", find_package_folder() / "cli" / f"{command}.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -956,45 +1047,46 @@ def module_of(command: str) -> ModuleType | Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for an error of input, 130 when interrupted."""
+    """Run the command line; return 0, 2 for bad input, or 130 after an interrupt."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(
-            stream, "reconfigure"
-        ):  # a terminal that lacks a character gets its code, not an error
+        # A terminal that cannot show a character gets its escape code instead of an error.
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         build_parser().print_help()
         return 0
     IMPORTED.clear()
-    try:  # before the words are read: they may name a mechanism that comes with a module
-        import_modules(named_imports(words))
+    # Import before parsing: the other options may name a mechanism that a module registers.
+    try:
+        import_modules(find_imports(words))
     except ValueError as error:
         if "--traceback" in words:
             raise
-        print(f"hyperattn {words[0]}: error: {one_line(error)}", file=sys.stderr)
+        print(f"hyperattn {words[0]}: error: {format_error(error)}", file=sys.stderr)
         return 2
     args = build_parser().parse_args(words)
     args.argv = words
     try:
         check_counts(args)
-        return module_of(args.command).run(args) or 0
+        return load_command_module(args.command).run(args) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output went away (`hyperattn ... | head`); nothing may be flushed to it at exit.
+        # The reader closed the pipe (`hyperattn ... | head`). Python would fail again when it
+        # flushes stdout at exit, so send the rest to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         if args.traceback:
             raise
-        print(f"hyperattn {args.command}: error: {one_line(error)}", file=sys.stderr)
+        print(f"hyperattn {args.command}: error: {format_error(error)}", file=sys.stderr)
         return 2
 
 
-def named_imports(words: Sequence[str]) -> list[str]:
-    """The values of --import, of a command that has it."""
+def find_imports(words: Sequence[str]) -> list[str]:
+    """Return the values of --import, without parsing the other options."""
     if words[0] not in COMMANDS or words[0] in WITHOUT_MODELS:
         return []
     after = [value for word, value in zip(words, words[1:]) if word == "--import"]
@@ -1002,7 +1094,7 @@ def named_imports(words: Sequence[str]) -> list[str]:
 
 
 def describe_mechanism(mechanism: Any) -> dict[str, Any]:
-    """Return what `hyperattn list` shows of a mechanism that is not the package's; the keys are those of its file."""
+    """Return the `hyperattn list` entry of an imported mechanism."""
     config = mechanism.config
     line = (config.__doc__ or "").strip().partition("\n")[0].rstrip(".") or "its module says"
     return {
@@ -1022,12 +1114,15 @@ def describe_mechanism(mechanism: Any) -> dict[str, Any]:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules by name, the current folder included, or from .py files: what they define is known afterwards.
+    """Import modules or .py files, and note the mechanisms that they register.
 
-    A file is imported under its own name, by which a checkpoint remembers where a score was defined.
+    A file is imported under its own name: a checkpoint records the module that defined a score.
+
+    Args:
+        names: Names of modules (the current folder is searched first) or paths of .py files.
 
     Raises:
-        ValueError: a module is not there, or fails while it is imported.
+        ValueError: A module is missing, or raises an error during import.
     """
     names = list(names)
     if not names:
@@ -1036,45 +1131,68 @@ def import_modules(names: Iterable[str]) -> None:
     importlib.import_module("hf_hyperattn")
     for name in names:
         before = set(registry.MECHANISMS)
-        folder, module = os.getcwd(), name
-        if name.endswith(".py"):
-            path = Path(name).resolve()
-            if not path.is_file():
-                raise ValueError(
-                    f"--import {name}: no such file; allowed: a .py file, or a module's name"
-                )
-            folder, module = str(path.parent), path.stem
-        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
-            raise ValueError(
-                f"--import {name}: no module's name; allowed: such as my_scores, or my_scores.py"
-            )
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        try:
-            imported = importlib.import_module(module)
-        except Exception as error:
-            if isinstance(error, ModuleNotFoundError) and module.startswith(f"{error.name}"):
-                allowed = "a .py file, or a module that Python finds from this folder"
-                raise ValueError(
-                    f"--import {name}: no module of this name; allowed: {allowed}"
-                ) from error
-            raise ValueError(f"--import {name} failed: {type(error).__name__}: {error}") from error
-        there = getattr(imported, "__file__", None)
-        if name.endswith(".py") and (there is None or not os.path.samefile(there, path)):
-            raise ValueError(
-                f"--import {name}: Python knows another module {module!r} ({there or 'built in'}); rename the file"
-            )
+        module = import_module(name)
         for key, mechanism in registry.MECHANISMS.items():
+            # A module that was imported before registers nothing now, but its mechanisms still
+            # count.
             if key not in before or mechanism.config.__module__ == module:
                 IMPORTED[key] = describe_mechanism(mechanism)
 
 
+def import_module(name: str) -> str:
+    """Import one value of --import and return the name of the module.
+
+    Raises:
+        ValueError: The module is missing, raises an error, or another module has its name.
+    """
+    folder, module = locate_module(name)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:
+        # An import inside the module may fail too; only the module itself is "not there".
+        if isinstance(error, ModuleNotFoundError) and module.startswith(f"{error.name}"):
+            allowed = "a .py file, or a module that Python finds from this folder"
+            raise ValueError(
+                f"--import {name}: no module of this name; allowed: {allowed}"
+            ) from error
+        raise ValueError(f"--import {name} failed: {type(error).__name__}: {error}") from error
+    file = getattr(imported, "__file__", None)
+    if name.endswith(".py") and (file is None or not os.path.samefile(file, name)):
+        raise ValueError(
+            f"--import {name}: Python knows another module {module!r} ({file or 'built in'}); rename the file"
+        )
+    return module
+
+
+def locate_module(name: str) -> tuple[str, str]:
+    """Return the folder to search and the module name for a value of --import.
+
+    Raises:
+        ValueError: The file does not exist, or the name is no module name.
+    """
+    folder, module = os.getcwd(), name
+    if name.endswith(".py"):
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise ValueError(
+                f"--import {name}: no such file; allowed: a .py file, or a module's name"
+            )
+        folder, module = str(path.parent), path.stem
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
+        raise ValueError(
+            f"--import {name}: no module's name; allowed: such as my_scores, or my_scores.py"
+        )
+    return folder, module
+
+
 def check_counts(args: argparse.Namespace) -> None:
-    """Raise ValueError where an option is below what `LEAST` says, larger than anything can be, or out of `RANGES`."""
-    for option, least in LEAST.get(args.command, {}).items():
+    """Raise ValueError if a numeric option is out of its range."""
+    for option, least in MIN_COUNTS.get(args.command, {}).items():
         value = getattr(args, option)
-        if value is not None and not least <= value <= MOST:
-            bound = f"{least} or more" if value < least else f"up to {MOST:,}"
+        if value is not None and not least <= value <= MAX_COUNT:
+            bound = f"{least} or more" if value < least else f"up to {MAX_COUNT:,}"
             raise ValueError(
                 f"--{option.replace('_', '-')} {value} is not allowed; allowed: {bound}"
             )
@@ -1087,22 +1205,22 @@ def check_counts(args: argparse.Namespace) -> None:
             )
 
 
-def one_line(error: BaseException) -> str:
-    """What an exception says, as one printable line; with its type where that is none of those for bad input."""
-    text, kind = str(error), type(error).__name__
+def format_error(error: BaseException) -> str:
+    """Return an exception as one printable line."""
+    text = str(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    # ValueError and OSError report bad input. Any other type is a bug, so name it and the next
+    # step.
     if not text or not isinstance(error, (ValueError, OSError)):
-        text = (
-            f"{kind}: {text}; --traceback shows where"
-            if text
-            else f"{kind}; --traceback shows where"
-        )
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+        kind = type(error).__name__
+        text = f"{kind}: {text}" if text else kind
+        text += "; --traceback shows where"
+    return text if len(text) <= MAX_ERROR_LENGTH else f"{text[: MAX_ERROR_LENGTH - 3]}..."
 
 
-def _version() -> str:
+def _read_version() -> str:
     try:
         return version("hf-hyperattn")
     except PackageNotFoundError:

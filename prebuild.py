@@ -161,7 +161,7 @@ def main(folder: str) -> None:
     for score_key, capped in itertools.product(sorted(wish(found)), (False, True)):
         readers = found[score_key]
         name = f"hyper_score_{len(texts)}"
-        texts.append((name, library.text_of(score_key, capped, *sorted(readers))))
+        texts.append((name, library.write_source(score_key, capped, *sorted(readers))))
         for i, reader in enumerate(sorted(readers)):
             scores[library.prebuilt_name(score_key, capped, reader)] = name, i
     # what the libraries are made of: C++, and the Python that C++ is written from

@@ -91,12 +91,12 @@ def against_tensorly(args) -> list[dict]:
     rows = []
     for rank in args.ranks[:3]:
         problem = decomposition._Problem(query.double().mT, key.double().mT)
-        start = problem.unfolded(rank, torch.Generator().manual_seed(0))
+        start = problem.start_from_unfoldings(rank, torch.Generator().manual_seed(0))
         factors, begin = start, time.perf_counter()
         for _ in range(args.steps):
-            factors = problem.step(*factors)
+            factors = problem.improve_factors(*factors)
         ours = (time.perf_counter() - begin) / args.steps
-        error, begin = problem.error(*factors), time.perf_counter()
+        error, begin = problem.relative_error(*factors), time.perf_counter()
         init = CPTensor((torch.ones(rank, dtype=torch.float64), list(start)))
         found = parafac(dense, rank, n_iter_max=args.steps, init=init, tol=0)
         theirs = (time.perf_counter() - begin) / args.steps

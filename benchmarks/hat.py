@@ -19,7 +19,7 @@ from transformers import BertConfig, BertModel
 
 from hf_hyperattn import HatConfig, convert
 from hf_hyperattn.analysis.cost import PeakMemory
-from hf_hyperattn.mechanisms.hat.segments import segment
+from hf_hyperattn.mechanisms.hat.segments import split_batch
 
 FULL = "full attention"
 #: MiniLM's sizes.
@@ -50,7 +50,7 @@ def error(name: str, given: dict[str, torch.nn.Module], ids: torch.Tensor, lengt
     """The largest difference to another way of computing the same."""
     found = given[name](ids).last_hidden_state
     if name == "no cross blocks":
-        parts = segment(torch.ones_like(ids, dtype=torch.bool), length)
+        parts = split_batch(torch.ones_like(ids, dtype=torch.bool), length)
         alone = given[FULL](
             parts.to_segments(ids), attention_mask=parts.filled.long()
         ).last_hidden_state

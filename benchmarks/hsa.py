@@ -20,8 +20,8 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
-from hf_hyperattn.mechanisms.hsa.pairs import pairs
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied, pool
+from hf_hyperattn.mechanisms.hsa.pairs import count_pairs
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied, pool_levels
 
 SDPA = "sdpa"
 
@@ -76,7 +76,7 @@ def row(length: int, kind: str, name: str, seconds: dict, setting: dict | None, 
     if setting is not None:
         rule = {key: value for key, value in setting.items() if key != "hierarchy"}
         numbers = (rule["near"], rule["sinks"], rule.get("refine_top_k", 0))
-        found["pairs"] = pairs(length, setting["hierarchy"], *numbers, compared=False) / (
+        found["pairs"] = count_pairs(length, setting["hierarchy"], *numbers, compared=False) / (
             length * (length + 1) / 2
         )
     return found | rest
@@ -113,7 +113,7 @@ def decode(length: int, args) -> list[dict]:
     one, calls, asked = q[:, :, -1:], {}, settings(length, args)
     calls[SDPA] = lambda: torch.nn.functional.scaled_dot_product_attention(one, k, v)
     for name, setting in asked.items():
-        levels = pool(k, v, setting["hierarchy"])
+        levels = pool_levels(k, v, setting["hierarchy"])
         counts = [setting.get(count, 0) for count in ("near", "sinks", "refine_top_k")]
         rule = (*counts, None, None, True, length - 1, args.dim**-0.5, args.backend)
         calls[name] = lambda levels=levels, rule=rule: attend_levels(one, levels, *rule)

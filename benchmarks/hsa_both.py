@@ -14,7 +14,7 @@ from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.tree.both import both
+from hf_hyperattn.mechanisms.hsa.tree.both import attend_both
 
 SDPA = "sdpa"
 
@@ -63,7 +63,7 @@ def measure(length: int, args) -> list[dict]:
     leaves = tensors(length, args)
     shapes = hierarchies(length, args)
     calls = {SDPA: lambda: torch.nn.functional.scaled_dot_product_attention(*leaves)}
-    calls |= {name: lambda h=h: both(*leaves, h) for name, h in shapes.items()}
+    calls |= {name: lambda h=h: attend_both(*leaves, h) for name, h in shapes.items()}
     kinds = {
         "forward": {n: forward(c) for n, c in calls.items()},
         "forward+backward": {
@@ -99,7 +99,12 @@ def error(leaves, hierarchy: Hierarchy | None) -> float:
         return 0.0
     with torch.no_grad():
         return float(
-            (both(*leaves, hierarchy) - both(*(t.double() for t in leaves), hierarchy)).abs().max()
+            (
+                attend_both(*leaves, hierarchy)
+                - attend_both(*(t.double() for t in leaves), hierarchy)
+            )
+            .abs()
+            .max()
         )
 
 

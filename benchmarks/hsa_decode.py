@@ -20,7 +20,7 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.integration.hierarchical_cache import HierarchicalLayer
-from hf_hyperattn.mechanisms.hsa.means_kept import levels_of
+from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows
 
@@ -54,13 +54,13 @@ class Step:
         )
         for part in range(0, key.shape[2], 1024):
             self.layer.update(key[:, :, part : part + 1024], value[:, :, part : part + 1024])
-            levels_of(self.layer.store, self.sizes, None)
+            read_levels(self.layer.store, self.sizes, None)
         self.query, self.key, self.value = query, key[:, :, -1:], value[:, :, -1:]
 
     def __call__(self) -> torch.Tensor:
         self.layer.update(self.key, self.value)
         store = self.layer.store
-        levels = levels_of(store, self.sizes, None)
+        levels = read_levels(store, self.sizes, None)
         rule = {"near": self.args.near, "sinks": self.args.sinks, "block_bias": None}
         asked = {"offset": store.length - 1, "scale": self.args.dim**-0.5, **rule}
         keys = (

@@ -25,7 +25,7 @@ class Clock:
     """Counts the readings of a call, and the time in them."""
 
     def __init__(self):
-        self.seconds, self.places, self.depth, self.remember = 0.0, 0, 0, Reading.remember
+        self.seconds, self.places, self.depth, self.remember = 0.0, 0, 0, Reading.read_once
 
     def __enter__(self):
         clock = self
@@ -41,11 +41,11 @@ class Clock:
                 if not clock.depth:  # readings that others ask for are counted with those
                     clock.seconds += time.perf_counter() - started
 
-        Reading.remember = remember
+        Reading.read_once = remember
         return self
 
     def __exit__(self, *error):
-        Reading.remember = self.remember
+        Reading.read_once = self.remember
 
 
 def main() -> None:

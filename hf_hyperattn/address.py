@@ -1,18 +1,23 @@
-"""What this package is called, its version, and where it is to be had: errors, cards and the build read it here.
+"""The name, version and address of this package, for errors, cards and the build.
 
-Standard library alone: `hub_cards` runs this file without importing the package.
+It uses only the standard library: `hub_cards` runs this file without importing the package.
 """
 
 NAME = "hf-hyperattn"
 VERSION = "0.1.0"
-#: The address of the repository, for `git clone` and pip; empty while there is none.
+#: Address of the repository for `git clone` and pip; empty while there is none.
 SOURCE = ""
-#: Whether the package index holds it. While it does not, nobody is sent there: the name could be taken by anybody.
+#: Whether the package index has this package. Until then, no message may suggest to install it from
+#: there: anyone could register the name.
 RELEASED = False
 
 
 def install(*more: str) -> str:
-    """Return the command that installs this package, and `more`: other packages, or options such as "-U"."""
+    """Return the command that installs this package.
+
+    Args:
+        more: Other packages, or options such as "-U".
+    """
     if RELEASED or SOURCE:
         return " ".join(["pip install", NAME if RELEASED else f"git+{SOURCE}", *more])
     return " ".join(

@@ -1,9 +1,10 @@
-"""What this package knows of tensors that reach attention through the code of others.
+"""One table of facts about tensors that pass through code of Transformers.
 
-Transformers hands an attention function tensors and nothing else: not the cache that gave the keys, and not what a mask
-was made of. So this one table stores what belongs to such a tensor, by the identity of the tensor, for as long as the
-tensor lives. A tensor has at most one entry; a new one replaces the old. A tensor that was copied or cast on its way
-has none: then its numbers are read, and what a cache keeps beside its keys is not used.
+Transformers passes only tensors to an attention function: not the cache of the keys, and not the
+origin of a mask. So this table stores such facts by the identity of the tensor, for as long as the
+tensor lives. A tensor has at most one entry; a new one replaces the old. A tensor that was copied
+or cast on its way has no entry. Then its values are read, and the state that a cache keeps with its
+keys is not used.
 """
 
 from __future__ import annotations
@@ -14,26 +15,32 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+# Weak keys, so that an entry does not keep its tensor alive. By identity, because tensors compare
+# elementwise.
 _ATTACHED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 T = TypeVar("T")
 
 
 def attach(tensor: Tensor, what: object) -> None:
-    """Remember `what` of a tensor. Does nothing in compiled calls.
+    """Store a fact about a tensor. Does nothing in compiled calls.
 
     Args:
-        tensor: Any.
-        what: Must not refer to the tensor, which would then never be freed.
+        tensor: Any tensor.
+        what: The fact. It must not refer to the tensor, which would then never be freed.
     """
     if not torch.compiler.is_compiling():
         _ATTACHED[tensor] = what
 
 
 def attached_to(tensor: Tensor | None, kind: type[T]) -> T | None:
-    """Return what is known of a tensor, if it is of this kind.
+    """Return the fact about a tensor, if it has this type; else None.
 
-    None in compiled calls, where tensors have no lasting identity.
+    In compiled calls tensors have no lasting identity, so the result is None.
+
+    Args:
+        tensor: Any tensor; None: no fact.
+        kind: Type of the fact.
     """
     if tensor is None or torch.compiler.is_compiling():
         return None

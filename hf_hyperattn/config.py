@@ -1,7 +1,7 @@
-"""Configurations: one frozen dataclass a mechanism, and `HyperAttnConfig`, which holds all that is done to a model.
+"""Configs: one frozen dataclass per mechanism, and `HyperAttnConfig` for a model.
 
-Fields are made by `option` and checked against it: a value out of range is refused with the field's name, the value and
-what is allowed. Configurations are plain JSON; reading one runs no code.
+Fields are made by `option` and checked against it: a wrong value raises an error with the field,
+the value and the allowed values. Configs are plain JSON, and reading one runs no code.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .address import install
 from .fields import KnownFields, check_field, check_known, option, refuse, short
 from .files import read_json, write_atomically
 from .registry import STAGES, get_mechanism
-from .selection import MOST, checked
+from .selection import MOST, normalize_choice
 
 __all__ = ["CONFIG_NAME", "FORMAT", "MODES", "HyperAttnConfig", "MechanismConfig", "option"]
 
-#: Version of the JSON layout; raised when an older reader would misunderstand a newer file.
+#: Version of the JSON layout; increased when an older reader would misunderstand a newer file.
 FORMAT = 1
 CONFIG_NAME = "hyperattn_config.json"
-#: Arguments of an upload and of a download, which `save_pretrained` and `from_pretrained` hand on.
+#: Arguments that `save_pretrained` passes to the upload, and `from_pretrained` to the download.
 UPLOAD = tuple(
     name for name in inspect.signature(PushToHubMixin.push_to_hub).parameters if name != "self"
 )
@@ -39,7 +39,7 @@ DOWNLOAD = tuple(
 )
 Mode = Literal["blend", "replace"]
 MODES = get_args(Mode)
-#: What mechanisms may count on, where no other takes it away.
+#: Properties of attention that a mechanism may rely on, unless another mechanism removes them.
 PROPERTIES = {
     "linear_in_key": "logits are a product of features of the query with features of the key",
     "pairwise_logits": "there is one logit for a query and a key",
@@ -52,7 +52,7 @@ PROPERTIES = {
 
 @dataclass(frozen=True)
 class MechanismConfig(KnownFields):
-    """Base of all mechanism configs. Subclasses set `mechanism`, their name in the registry."""
+    """Base of all mechanism configs. Subclasses set `mechanism`, their registry name."""
 
     mechanism = ""
 
@@ -62,54 +62,66 @@ class MechanismConfig(KnownFields):
                 check_field(type(self).__name__, f.name, getattr(self, f.name), f.metadata)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with the mechanism's name first."""
+        """Return plain JSON values, with the mechanism's name first."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"mechanism": self.mechanism, **plain(values)}
+        return {"mechanism": self.mechanism, **to_json_values(values)}
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """What of attention it changes, out of `registry.STAGES`: its mechanism's stage, and as configured, others."""
+        """The stages of attention (from `registry.STAGES`) that this config changes.
+
+        They are the mechanism's stage and, depending on the settings, others.
+        """
         return (get_mechanism(self.mechanism).stage,)
 
     @property
     def positional(self) -> bool:
-        """Whether it asks where queries and keys stand in their text, beyond which pairs are visible."""
+        """Whether it needs the positions of queries and keys, not only their visibility."""
         return not get_mechanism(self.mechanism).cross_attention
 
     @property
     def breaks(self) -> frozenset[str]:
-        """What others may count on that is not there beside it, out of `PROPERTIES`."""
+        """Properties (from `PROPERTIES`) that this mechanism removes for the others."""
         return frozenset({"linear_in_key"} if "score" in self.stages else ())
 
     @property
     def needs(self) -> dict[str, str]:
-        """What it counts on, out of `PROPERTIES`, each with the reason."""
+        """Properties (from `PROPERTIES`) that this mechanism relies on, with the reasons."""
         return {}
 
     def clash(self, other: MechanismConfig) -> str | None:
-        """Why it has no meaning together with another mechanism; None where it has one."""
+        """Return why this mechanism cannot be combined with another, or None."""
         return next((reason for name, reason in other.needs.items() if name in self.breaks), None)
 
     def unread(self, causal: Collection[bool]) -> str | None:
-        """What of it attention of these directions does not read, and what to do; None where all is read."""
+        """Return a warning about options that some attention layers ignore, or None.
+
+        Args:
+            causal: For each kind of attention layer, whether it is causal.
+        """
         return None
 
     def for_model(self, config: object) -> MechanismConfig:
-        """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
+        """Return a copy with open settings taken from the model's config."""
         return self
 
     @classmethod
     def checked_record(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """What of a record its fields are made of."""
+        """Check a saved dict and return the entries that are fields."""
         return data
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> MechanismConfig:
-        """The inverse of `to_dict`; unknown mechanisms, unknown fields and values out of range are refused."""
+        """Make a config from the result of `to_dict`.
+
+        Raises:
+            ValueError: The mechanism or a field is unknown, or a value is out of range.
+        """
         if not isinstance(data, dict) or not isinstance(data.get("mechanism"), str):
             raise ValueError(
                 f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'"
             )
+        # `defined_in` only improves the message: the module is never imported.
         cls: Any = get_mechanism(data["mechanism"], data.get("defined_in")).config
         data = cls.checked_record(data)
         known = cls.__dataclass_fields__
@@ -119,36 +131,37 @@ class MechanismConfig(KnownFields):
                 f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}; a newer "
                 f"hf_hyperattn may know it: {install('-U')}"
             )
-        return cls(
-            **{
-                k: tuple(v) if isinstance(v, list) else v
-                for k, v in data.items()
-                if k != "mechanism"
-            }
-        )
+        # JSON has no tuples, and a frozen dataclass must not hold mutable lists.
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        values.pop("mechanism", None)
+        return cls(**values)
 
 
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as JSON has them: lists for tuples and ranges."""
+def to_json_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with lists instead of tuples and ranges."""
     return {k: list(v) if isinstance(v, tuple | range) else v for k, v in values.items()}
 
 
+#: Mechanism configs by the name of their attention layer.
 Overrides = dict[str, tuple[MechanismConfig, ...]]
 
 
 @dataclass(frozen=True)
 class HyperAttnConfig(KnownFields, PushToHubMixin):
-    """All that is done to a model: which mechanisms, where, and how they enter.
+    """All patches of a model: which mechanisms, in which layers, and in which mode.
 
     Args:
-        mechanisms: mechanism configs, at most one per stage.
-        layers: which layers, see `hf_hyperattn.patch_model`; None means all. Not kept in JSON once `hosts` is known.
-        heads: which query heads, given in the same ways; None means all.
-        mode: "blend" starts as the identity (S + g·S_mechanism with g = 0), "replace" is the published operator.
-        include_cross_attention: whether cross-attention is patched too.
-        hosts: qualified names of the patched modules; filled in by `patch_model`.
-        overrides: mechanism configs of single hosts, such as `{"model.layers.3.self_attn": [ConeConfig(gamma=2.0)]}`;
-            each takes the place of the config of its stage there. In JSON only where there are some.
+        mechanisms: Mechanism configs, at most one per stage.
+        layers: Layers to patch, see `hf_hyperattn.patch_model`; None means all. Not saved in JSON
+            once `hosts` is known.
+        heads: Query heads to patch, given in the same ways; None means all.
+        mode: "blend" starts as the identity (S + g·S_mechanism with g = 0), "replace" is the
+            published operator.
+        include_cross_attention: Whether cross-attention is patched too.
+        hosts: Qualified names of the patched attention layers; filled in by `patch_model`.
+        overrides: Mechanism configs of single attention layers, such as
+            `{"model.layers.3.self_attn": [ConeConfig(gamma=2.0)]}`. Each replaces the config of its
+            stage in that layer. In JSON only if there are any.
     """
 
     mechanisms: Sequence[MechanismConfig] = ()
@@ -160,45 +173,58 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
     overrides: Mapping[str, Sequence[MechanismConfig]] | None = field(default=None, hash=False)
 
     def __post_init__(self):
+        # The dataclass is frozen, so normalised values need object.__setattr__.
         for name in ("mechanisms", "hosts"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else tuple(value))
         for name in ("layers", "heads"):
-            object.__setattr__(self, name, checked(f"HyperAttnConfig.{name}", getattr(self, name)))
+            object.__setattr__(
+                self, name, normalize_choice(f"HyperAttnConfig.{name}", getattr(self, name))
+            )
         if self.mode not in MODES:
             self._refuse("mode", ", ".join(map(repr, MODES)))
         if not isinstance(self.include_cross_attention, bool):
             self._refuse("include_cross_attention", "True or False")
         object.__setattr__(self, "mechanisms", checked_mechanisms(self.mechanisms))
+        # An empty choice patches nothing, which is surely a mistake.
         if self.heads == ():
             self._refuse("heads", "at least one head, or None for all")
-        if self.hosts is not None and not (
-            self.mechanisms and self.hosts and all(isinstance(h, str) for h in self.hosts)
-        ):
-            self._refuse("hosts", "names of modules, at least one, with at least one mechanism")
-        if self.hosts is not None and len(set(self.hosts)) < len(self.hosts):
-            self._refuse("hosts", "every name once")
+        if self.hosts is not None:
+            are_names = bool(self.hosts) and all(isinstance(name, str) for name in self.hosts)
+            if not are_names or not self.mechanisms:
+                self._refuse("hosts", "names of modules, at least one, with at least one mechanism")
+            if len(set(self.hosts)) < len(self.hosts):
+                self._refuse("hosts", "every name once")
         object.__setattr__(
             self, "overrides", checked_overrides(self.overrides, self.mechanisms, self.hosts)
         )
+        # Each config may be valid alone and still clash with the others of its layer.
         for host in self.overrides or ():
             check_stages(self.mechanisms_at(host))
 
     def mechanisms_at(self, host: str) -> tuple[MechanismConfig, ...]:
-        """The mechanism configs of one host, by its qualified name, in the order of their stages."""
+        """Return the mechanism configs of one attention layer, in stage order."""
         return mechanisms_of(self.mechanisms, (self.overrides or {}).get(host, ()))
 
     @cached_property
     def for_any_host(self) -> HyperAttnConfig:
-        """What of it holds for every host alike: all but layers, hosts and overrides."""
+        """The part that holds for every attention layer: no layers, hosts or overrides."""
         config = copy.copy(self)
         for name in ("layers", "hosts", "overrides"):
             object.__setattr__(config, name, None)
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values. `layers` is kept only where it is a name or list; a callable needs `hosts` instead."""
+        """Return plain JSON values.
+
+        `layers` is saved only before `hosts` is known.
+
+        Raises:
+            ValueError: `layers` or `heads` is a function, which JSON cannot hold.
+        """
         for name in ("layers", "heads"):
+            # Once the layers are known by name, the function that chose them is not needed any
+            # more.
             if callable(getattr(self, name)) and not (name == "layers" and self.hosts is not None):
                 raise ValueError(
                     f"HyperAttnConfig.{name} is a function, which JSON cannot hold; allowed: a list, a range, a "
@@ -207,6 +233,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         values = {
             "format": FORMAT,
             "mechanisms": [m.to_dict() for m in self.mechanisms],
+            # Names of layers are exact, so a rule for choosing them is dropped.
             "layers": None if self.hosts is not None else self.layers,
             "heads": self.heads,
             "mode": self.mode,
@@ -217,15 +244,22 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             values["overrides"] = {
                 host: [m.to_dict() for m in configs] for host, configs in self.overrides.items()
             }
-        return plain(values)
+        return to_json_values(values)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HyperAttnConfig:
-        """The inverse of `to_dict`. Data from strangers is safe: wrong types, unknown keys and sizes are refused."""
+        """Make a config from the result of `to_dict`.
+
+        Data from strangers is safe: wrong types, unknown keys and huge lists raise an error.
+
+        Raises:
+            ValueError: The data is not a valid config, or needs a newer version of this package.
+        """
         if not isinstance(data, dict) or type(data.get("format")) is not int:
             raise ValueError(
                 f"hyperattn config is {short(data)}; allowed: a dict with an integer 'format'"
             )
+        # A newer format may mean something else by the same keys.
         if not 1 <= data["format"] <= FORMAT:
             raise ValueError(
                 f"hyperattn config has format {short(data['format'])}, this hf_hyperattn reads 1 to {FORMAT}; install "
@@ -237,8 +271,10 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             raise ValueError(
                 f"hyperattn config has the unknown key {short(unknown[0])}; allowed: {', '.join(sorted(known))}"
             )
+        # Check sizes first, so that a hostile file cannot make the checks below slow.
         for name in ("mechanisms", "heads", "layers", "hosts"):
-            value, kinds = data.get(name), list | str if name in ("heads", "layers") else list
+            value = data.get(name)
+            kinds = list | str if name in ("heads", "layers") else list
             if value is not None and (not isinstance(value, kinds) or len(value) > MOST):
                 raise ValueError(
                     f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}"
@@ -246,38 +282,42 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         values = {k: v for k, v in data.items() if k != "format"}
         values["mechanisms"] = [MechanismConfig.from_dict(m) for m in data.get("mechanisms") or []]
         overrides = data.get("overrides")
-        if (
-            isinstance(overrides, dict) and len(overrides) <= MOST
-        ):  # what is of another form is refused as it is
+        # Convert only well-formed entries. `checked_overrides` reports the others unchanged.
+        if isinstance(overrides, dict) and len(overrides) <= MOST:
             lists = {
-                h: c for h, c in overrides.items() if isinstance(c, list) and len(c) <= len(STAGES)
+                host: configs
+                for host, configs in overrides.items()
+                if isinstance(configs, list) and len(configs) <= len(STAGES)
             }
             values["overrides"] = overrides | {
-                h: list(map(MechanismConfig.from_dict, c)) for h, c in lists.items()
+                host: list(map(MechanismConfig.from_dict, configs))
+                for host, configs in lists.items()
             }
         return cls(**values)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs
     ) -> None:
-        """Write `hyperattn_config.json` into a directory (made where missing), whole or not at all.
+        """Write `hyperattn_config.json` into a folder, atomically.
 
         Args:
-            push_to_hub: also upload it; `repo_id`, `private`, `token`, ... are those of `push_to_hub`, for this alone.
+            save_directory: The folder; created if necessary.
+            push_to_hub: Also upload the config.
+            kwargs: Arguments of `push_to_hub`, such as `repo_id`, `private` or `token`.
 
         Raises:
-            TypeError: an argument that `push_to_hub` does not have.
-            ValueError: one of its arguments without push_to_hub=True.
+            TypeError: `push_to_hub` has no such argument.
+            ValueError: An argument of the upload is given without push_to_hub=True.
         """
         check_known(
             "HyperAttnConfig.save_pretrained has no argument", kwargs, ("push_to_hub", *UPLOAD)
         )
         given = [name for name, value in kwargs.items() if value is not None]
-        idle = next(
-            (name for name in given if name != "max_shard_size"), None
-        )  # which push_to_hub itself gives
-        if idle is not None and not push_to_hub:
-            raise ValueError(f"{idle} is for push_to_hub=True; leave it out")
+        # The mixin's push_to_hub calls this method with max_shard_size, so that one is always
+        # allowed.
+        unused = next((name for name in given if name != "max_shard_size"), None)
+        if unused is not None and not push_to_hub:
+            raise ValueError(f"{unused} is for push_to_hub=True; leave it out")
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / CONFIG_NAME, json.dumps(self.to_dict(), indent=2) + "\n")
@@ -286,19 +326,25 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
 
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike, **kwargs) -> HyperAttnConfig:
-        """Read it from a directory, a file or a Hub id; `revision`, `token`, ... go to `hf_hub_download`.
+        """Read a config from a folder, a file or the Hub.
+
+        Args:
+            source: Folder, file or Hub id.
+            kwargs: Arguments of `hf_hub_download`, such as `revision` or `token`.
 
         Raises:
-            TypeError: an argument that `hf_hub_download` does not have.
-            ValueError: no config, or `revision` or `subfolder` of what is no Hub id; both say what is to be read.
+            TypeError: `hf_hub_download` has no such argument.
+            ValueError: There is no valid config, or `revision` or `subfolder` is given for a path
+                on disk.
         """
         check_known("HyperAttnConfig.from_pretrained has no argument", kwargs, DOWNLOAD)
         path = Path(source)
-        idle = next((name for name in ("revision", "subfolder") if kwargs.get(name)), None)
-        if idle is not None and path.exists():
+        unused = next((name for name in ("revision", "subfolder") if kwargs.get(name)), None)
+        if unused is not None and path.exists():
             raise ValueError(
-                f"{idle} is for a Hub id, and {short(str(source))} is on the disk; leave it out"
+                f"{unused} is for a Hub id, and {short(str(source))} is on the disk; leave it out"
             )
+        # A path on disk wins over a Hub id of the same name.
         if path.is_dir():
             path = path / CONFIG_NAME
         elif not path.is_file():
@@ -307,10 +353,14 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
 
 
 def read_record(data: Any) -> HyperAttnConfig:
-    """`HyperAttnConfig.from_dict`, done once for every content: a load asks for its record several times."""
+    """Make a config from a dict, with a cache.
+
+    Loading a model reads its record several times, and checking a large one takes a while.
+    """
     try:
         text = json.dumps(data, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
+        # The data is no JSON and has no cache key. `from_dict` raises the proper error.
         return HyperAttnConfig.from_dict(data)
     return _read_record(text)
 
@@ -321,10 +371,10 @@ def _read_record(text: str) -> HyperAttnConfig:
 
 
 def checked_mechanisms(configs: Sequence[Any]) -> tuple[MechanismConfig, ...]:
-    """Mechanism configs that can work together, in the order of their stages.
+    """Check mechanism configs and sort them by stage.
 
     Raises:
-        ValueError: one is no mechanism's config, or `check_stages` refuses them.
+        ValueError: A value is not a mechanism config, or two of them cannot be combined.
     """
     for config in configs:
         if not isinstance(config, MechanismConfig):
@@ -336,7 +386,12 @@ def checked_mechanisms(configs: Sequence[Any]) -> tuple[MechanismConfig, ...]:
 
 
 def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
-    """Raise where two mechanisms change the same stage of attention, or refuse each other; the message names both."""
+    """Check that mechanisms can be combined.
+
+    Raises:
+        ValueError: Two mechanisms change the same stage or clash; the message names both.
+    """
+    # A stage has room for one mechanism: two scores, for example, exclude each other.
     taken: dict[str, str] = {}
     for config in mechanisms:
         for stage in config.stages:
@@ -348,6 +403,7 @@ def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
             taken[stage] = config.mechanism
     for config in mechanisms:
         for other in mechanisms:
+            # Clashes are not symmetric: each mechanism knows only its own needs.
             if other is not config and (reason := config.clash(other)):
                 raise ValueError(
                     f"{config.mechanism} and {other.mechanism} have no meaning together: {reason}; allowed: leave "
@@ -358,14 +414,20 @@ def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
 def checked_overrides(
     value: Any, mechanisms: Sequence[MechanismConfig], hosts: Sequence[str] | None
 ) -> Overrides | None:
-    """`HyperAttnConfig.overrides` in plain form, None where there are none.
+    """Check `HyperAttnConfig.overrides` and return it with tuples, or None if empty.
+
+    Args:
+        value: The value to check.
+        mechanisms: Mechanism configs of the whole model.
+        hosts: Names of the patched attention layers; None before patching.
 
     Raises:
-        ValueError: they are no mapping of names to configs, name a host that is not patched, or hold a mechanism that
-            is not in use or is there twice.
+        ValueError: The value is no mapping of names to configs, names an unpatched layer, or has a
+            mechanism twice or of an unused stage.
     """
     if value is None or (isinstance(value, Mapping) and not value):
         return None
+    # The value may come from a damaged file, so check its form before anything else.
     owner = "HyperAttnConfig.overrides"
     if (
         not isinstance(value, Mapping)
@@ -378,12 +440,14 @@ def checked_overrides(
             value,
             f"names of at most {MOST} hosts, each with a list of mechanism configs, such as {example}",
         )
+    # Before patching, the layers are unknown and every name is accepted.
     patched = value if hosts is None else set(hosts)
     unknown = next((h for h in value if h not in patched), None)
     if unknown is not None:
         raise ValueError(
             f"{owner} names {short(unknown)}, which is not in hosts; allowed: names in hosts"
         )
+    # An override replaces the config of its stage, so that stage must be in use.
     known = [m.stages[0] for m in mechanisms]
     for host, configs in value.items():
         where = f"{owner}[{short(host)}]"
@@ -412,6 +476,12 @@ def checked_overrides(
 def mechanisms_of(
     mechanisms: Sequence[MechanismConfig], overrides: Sequence[MechanismConfig]
 ) -> tuple[MechanismConfig, ...]:
-    """The mechanisms at a host that has `overrides` of its own, each in place of that of its stage."""
-    instead = {m.stages[0]: m for m in overrides}
-    return tuple(instead.get(m.stages[0], m) for m in mechanisms)
+    """Return the mechanism configs of one attention layer.
+
+    Args:
+        mechanisms: Configs of the whole model.
+        overrides: Configs of this layer; each replaces the one of its stage.
+    """
+    # The first stage is the mechanism's own one.
+    by_stage = {m.stages[0]: m for m in overrides}
+    return tuple(by_stage.get(m.stages[0], m) for m in mechanisms)

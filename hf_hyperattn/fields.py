@@ -1,4 +1,7 @@
-"""Fields of configurations: their help, symbol and range as metadata, and the check of a value against them."""
+"""Fields of configs: their help, symbol and range, and the check of a value.
+
+`option` makes a dataclass field with this metadata; `check_field` checks a value against it.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from dataclasses import MISSING, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
-#: Numbers beyond this are infinite in float32, the least precise dtype that they are computed in.
+#: Larger numbers are infinite in float32, the least precise dtype in which configs are used.
 LARGEST = 3e38
-#: Positive numbers below this are 0, or lose digits, there.
+#: Smaller positive numbers are 0 or lose digits in float32.
 SMALLEST = 1.2e-38
-#: No integer in a config is larger, unless its field says so. No text has as many tokens, and a few such numbers add up
-#: to less than int64 holds, in which kernels count.
+#: Default limit of integers in a config. No text has so long a length, and sums of a few such
+#: numbers still fit into int64, with which kernels count.
 MOST_INTEGER = 10**18
-#: No extent of a weight that a config names is larger: so many numbers in a row are 8 GB.
+#: Limit of a weight's size along one dimension, as far as a config names it.
 MOST_SIZE = 2**24
-#: The largest seed that torch's generators take as it is.
+#: Largest seed that torch's generators use unchanged.
 MOST_SEED = 2**63 - 1
 
 
@@ -33,16 +36,19 @@ def option(
     types: tuple = (),
     optional: bool = False,
 ) -> Any:
-    """A dataclass field with its help, its symbol in the paper, and what it may hold.
+    """Make a dataclass field with help, the symbol of the paper, and allowed values.
 
     Args:
-        default: what the field holds where nothing is said, or a function that makes it; `dataclasses.MISSING` for a
-            field that must be given.
-        choices: allowed values.
-        above, least: exclusive and inclusive lower bound of a number; numbers must be finite in float32.
-        most: the largest value of a field of integers.
-        types: allowed types; taken from the default where not given.
-        optional: whether None is allowed.
+        default: Default value, or a function that makes it; `dataclasses.MISSING` for a required
+            field.
+        help: Description of the field.
+        symbol: Symbol in the paper.
+        choices: Allowed values; empty means any.
+        above: Exclusive lower bound of a number.
+        least: Inclusive lower bound of a number.
+        most: Largest value of an integer.
+        types: Allowed types; default: the type of `default`.
+        optional: Whether None is allowed; always True if the default is None.
     """
     types = types or (type(default),)
     metadata = dict(
@@ -55,13 +61,12 @@ def option(
         types=types,
         optional=optional or default is None,
     )
+    # Mutable defaults need a factory, as in every dataclass.
     if callable(default):
         return field(default_factory=default, metadata=metadata)
-    return (
-        field(default=default, metadata=metadata)
-        if default is not MISSING
-        else field(metadata=metadata)
-    )
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
@@ -70,7 +75,13 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def check_known(what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise a one-line TypeError for a name that is not known; `what` is how it begins."""
+    """Raise a one-line TypeError for an unknown name.
+
+    Args:
+        what: Beginning of the message.
+        given: The given names.
+        known: The allowed names.
+    """
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         nearest = "".join(
@@ -80,9 +91,10 @@ def check_known(what: str, given: Iterable[str], known: Collection[str]) -> None
 
 
 class KnownFields:
-    """Base of dataclasses whose TypeError for an unknown keyword says what is allowed."""
+    """Base of dataclasses whose error for an unknown keyword lists the known ones."""
 
-    if not TYPE_CHECKING:  # to a type checker the fields are the arguments
+    # A type checker must see the dataclass fields as arguments, not this signature.
+    if not TYPE_CHECKING:
 
         def __new__(cls, *args, **kwargs):
             if not kwargs.keys() <= cls.__dataclass_fields__.keys():
@@ -94,22 +106,32 @@ class KnownFields:
 
 
 def check_field(owner: str, name: str, value: Any, rule: Mapping[str, Any]) -> None:
-    """Raise a one-line ValueError if `value` breaks the rule of its field, the metadata that `option` made."""
-    allowed = _allowed_instead(value, rule)
+    """Raise a one-line ValueError if a value breaks the rule of its field.
+
+    Args:
+        owner: Name of the config class.
+        name: Name of the field.
+        value: The value.
+        rule: Metadata that `option` made.
+    """
+    allowed = _describe_allowed(value, rule)
     if allowed:
         refuse(f"{owner}.{name}", value, allowed)
 
 
-def _allowed_instead(value: Any, rule: Mapping[str, Any]) -> str:
-    """What is allowed, for a value that is not; "" for one that is."""
+def _describe_allowed(value: Any, rule: Mapping[str, Any]) -> str:
+    """Return the allowed values in words if `value` is not allowed, else ""."""
     if value is None:
         return "" if rule["optional"] else "a value, not None"
     if rule["choices"]:
+        # `in` alone could call `__eq__` of any object, for example of a tensor.
         known = isinstance(value, str | int | float) and value in rule["choices"]
         return "" if known else ", ".join(map(repr, rule["choices"]))
+    # An int is a valid float. A bool is an int in Python, but not a valid number.
     types = (*rule["types"], int) if float in rule["types"] else rule["types"]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         return " or ".join(t.__name__ for t in rule["types"])
+    # The checks below are for numbers only.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     above, least = rule["above"], rule["least"]
@@ -117,26 +139,34 @@ def _allowed_instead(value: Any, rule: Mapping[str, Any]) -> str:
         return f"a finite number, of at most {LARGEST:g}"
     if above is not None and value <= above:
         return f"numbers above {above:g}"
+    # A positive number that float32 rounds to 0 would break the promise of "above 0".
     if above == 0 and value < SMALLEST:
         return f"numbers above 0, from {SMALLEST:g}, the least that float32 holds in full"
     if least is not None and value < least:
         return f"numbers from {least:g}"
-    counts = int in rule["types"] and float not in rule["types"]
-    return f"numbers up to {rule['most']:,}" if counts and value > rule["most"] else ""
+    is_integer_field = int in rule["types"] and float not in rule["types"]
+    if is_integer_field and value > rule["most"]:
+        return f"numbers up to {rule['most']:,}"
+    return ""
 
 
 def short(value: Any) -> str:
-    """A value as errors show it: of one short line, however large or deeply nested the value is."""
+    """Return a value as text of at most 80 characters, however large or nested it is."""
     text = _BRIEF.repr(value).replace("\n", " ")
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 class _Brief(reprlib.Repr):
+    """A `repr` with limits on depth and length."""
+
     def __init__(self):
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 3, 60, 60
+        self.maxlevel = 3
+        self.maxstring = 60
+        self.maxother = 60
 
     def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print integers of more than 4,300 digits, with an error of its own.
         return str(x) if x.bit_length() < 128 else f"an integer of {x.bit_length()} bits"
 
 

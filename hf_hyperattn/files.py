@@ -1,4 +1,7 @@
-"""JSON files that are checked, text files that are replaced whole, and the lock of who replaces a file or folder."""
+"""Read checked JSON files, replace files atomically, and lock files and folders.
+
+A read fails with one line for a damaged file. A write leaves either the old file or the new one.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,28 @@ from typing import Any
 
 from .fields import short
 
-#: Without it, on Windows, two processes that save to one place at once are not kept apart.
+#: File locks of POSIX; None on Windows, where concurrent saves to one place are not synchronised.
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None
 
 logger = logging.getLogger("hf_hyperattn")
 
-#: How the names of all that a save makes for itself begin; nothing of it is left when the save is complete.
+#: Prefix of all temporary files and folders of a save; a complete save has removed them.
 PREFIX = ".hyperattn-saving"
-#: Of a JSON file that is read: bytes and levels.
+#: Largest JSON file, in bytes, and deepest nesting. Python's parser could exhaust memory or
+#: recursion.
 MOST_BYTES, MOST_LEVELS = 2**26, 64
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        ValueError: it is no regular file, cannot be read, is larger than 64 MiB, or holds no JSON object.
+        ValueError: The file is not regular, cannot be read, is larger than 64 MiB, or holds no JSON
+            object.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would never end
+        # Reading a pipe could wait forever.
+        if path.exists() and not path.is_file():
             raise ValueError("it is no regular file")
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
@@ -42,6 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot read {path}: {why}; allowed: a JSON object") from error
     if not isinstance(data, dict):
         raise ValueError(f"cannot read {path}: it holds {short(data)}; allowed: a JSON object")
+    # Descend level by level: a recursive check could fail on the data that it should reject.
     level: list[Any] = [data]
     for _ in range(MOST_LEVELS):
         level = [inner for part in level for inner in parts_of(part)]
@@ -53,24 +60,28 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parts_of(data: Any) -> Iterable[Any]:
-    """What a JSON object or array holds; nothing for other values."""
-    return data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    """Return the values of a JSON object or array; () for other values."""
+    if isinstance(data, dict):
+        return data.values()
+    return data if isinstance(data, list) else ()
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a crash leaves either the old file or the new one, never half of one."""
+    """Write a file so that a crash leaves either the old or the new content."""
     path = Path(path)
-    draft = path.with_name(
-        f"{PREFIX}-{path.name}"
-    )  # every time: the next write clears what a kill left
+    # The draft always has the same name, so that the next write removes one that a killed process
+    # left.
+    draft = path.with_name(f"{PREFIX}-{path.name}")
     with locked(path):
-        draft.unlink(
-            missing_ok=True
-        )  # never written through: it may be a link that somebody else put there
+        # The old draft may be a link that somebody planted: remove it instead of writing through
+        # it.
+        draft.unlink(missing_ok=True)
         try:
             with open(draft, "xb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
+                # The content must be on disk before the rename, or a power cut leaves an empty
+                # file.
                 os.fsync(file.fileno())
             os.replace(draft, path)
         except BaseException:
@@ -80,9 +91,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file or folder among processes and threads; it ends with its holder, however that ends.
+    """Hold an exclusive lock on a file or folder, among processes and threads.
 
-    The lock is a file beside `path`, or inside the folder `path` where nothing can be written beside it.
+    The lock ends with its holder, even if the process is killed. The lock file is next to `path`,
+    or inside the folder `path` if nothing can be written next to it.
     """
     if fcntl is None:
         yield
@@ -94,13 +106,13 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        place.unlink(
-            missing_ok=True
-        )  # before the release: who waits for it sees that, and makes a new one
+        # Delete before releasing: a waiting process then sees a deleted file and makes a new one.
+        place.unlink(missing_ok=True)
         release(handle)
 
 
 def _open_lock(places: list[Path]) -> tuple[int, Path]:
+    """Open and lock a lock file at the first place that is writable."""
     place = places[0]
     while True:
         try:
@@ -110,15 +122,21 @@ def _open_lock(places: list[Path]) -> tuple[int, Path]:
                 raise
             place = places[-1]
             continue
-        _wait_for(handle, place)
+        _wait_for_lock(handle, place)
+        # The previous holder may have deleted the file meanwhile. A lock on a deleted file protects
+        # nothing, since others lock a new file of this name.
         with suppress(OSError):
             if os.path.samestat(os.fstat(handle), os.stat(place)):
                 return handle, place
         os.close(handle)
 
 
-def _lock(handle: int) -> bool:
-    """Lock an open file unless somebody holds it; True too on a file system without locks."""
+def _try_lock(handle: int) -> bool:
+    """Try to lock an open file without waiting.
+
+    Returns:
+        False if another process holds the lock; True also on a file system without locks.
+    """
     with suppress(OSError):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,10 +145,13 @@ def _lock(handle: int) -> bool:
     return True
 
 
-def _wait_for(handle: int, place: Path) -> None:
-    """Lock an open file; replacing takes milliseconds, so that a longer wait is worth a warning."""
+def _wait_for_lock(handle: int, place: Path) -> None:
+    """Lock an open file, waiting as long as necessary.
+
+    A replacement takes milliseconds, so a wait of ten seconds logs a warning.
+    """
     warn_at = time.monotonic() + 10
-    while not _lock(handle):
+    while not _try_lock(handle):
         if time.monotonic() > warn_at:
             warn_at = float("inf")
             logger.warning(
@@ -140,32 +161,39 @@ def _wait_for(handle: int, place: Path) -> None:
 
 
 def hold(path: Path) -> int | None:
-    """Make a file that says as long as this process lives that it is at work; give the result to `release`."""
+    """Create and lock a file that marks this process as working.
+
+    Returns:
+        A handle for `release`. The lock disappears with the process, so `is_held` notices a killed
+        one.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if fcntl is None:  # Windows moves no folder in which a file is open
+    # Windows cannot rename a folder that contains an open file.
+    if fcntl is None:
         os.close(handle)
         return None
-    _lock(handle)
+    _try_lock(handle)
     return handle
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process, this one included, holds the file."""
+    """Return whether a living process, possibly this one, holds the file."""
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError as error:
-        return not isinstance(
-            error, FileNotFoundError
-        )  # a file of somebody else is better left alone
-    held = fcntl is not None and not _lock(handle)
+        # A file that cannot be opened belongs to another user: treat it as held, and leave it
+        # alone.
+        return not isinstance(error, FileNotFoundError)
+    held = fcntl is not None and not _try_lock(handle)
     os.close(handle)
     return held
 
 
 def release(handle: int | None) -> None:
-    """End what `hold` began."""
+    """Release and close a handle of `hold`."""
     if handle is None:
         return
-    with suppress(OSError):  # by itself, since a forked child may hold a copy of the handle
+    # Closing is not enough: a forked child may hold a copy of the handle, and with it the lock.
+    with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)

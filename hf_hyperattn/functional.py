@@ -1,7 +1,7 @@
-"""Every mechanism as a function, shaped like `torch.nn.functional.scaled_dot_product_attention`.
+"""All mechanisms as functions, with arguments like `scaled_dot_product_attention`.
 
-The functions are defined in the mechanisms' rooms; functions of mechanisms from other packages are found here too.
-`edge_attention` takes any of their scores to the edges of a graph.
+The functions are defined in the mechanisms' packages. Functions of registered mechanisms from other
+packages are found here too. `edge_attention` applies any of their scores to the edges of a graph.
 """
 
 from typing import TYPE_CHECKING
@@ -35,5 +35,6 @@ __all__ = [
     "trilinear_attention",
 ]
 
-if not TYPE_CHECKING:  # a type checker sees the names above, and flags others
+# A type checker sees only the names above, so that it reports misspelt ones.
+if not TYPE_CHECKING:
     __getattr__ = lookup(__name__, lambda mechanism: mechanism.functions)

@@ -1,4 +1,8 @@
-"""Whether a decision may depend on the values of tensors."""
+"""Tests of whether code may read the values of tensors now.
+
+It may not while a call is compiled, exported or transformed, because the recorded result must hold
+for other values.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +15,45 @@ from torch.autograd import forward_ad
 
 
 def is_recorded() -> bool:
-    """Whether this call is recorded for later ones, of other lengths: compiled, exported, or under torch.jit.trace."""
+    """Return whether this call is compiled, exported or traced, for later calls."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-@torch.compiler.assume_constant_result  # needless from torch 2.13 on; before, its compiler takes the answer for yes
+# Without the decorator, the compiler of torch before 2.13 takes the answer for True.
+@torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """Whether `torch.export` or `torch.onnx.export` is running, and not `torch.compile`."""
+    """Return whether `torch.export` or `torch.onnx.export` is running.
+
+    The result is False under `torch.compile`.
+    """
     return torch.compiler.is_exporting()
 
 
-@torch.compiler.assume_constant_result  # its compiler guards both
+# The results below may be constants: the compiler guards transforms and forward mode itself.
+@torch.compiler.assume_constant_result
 def is_forward_mode() -> bool:
-    """Whether forward-mode derivatives are taken, which kernels do not see on a tensor, and would lose in silence."""
+    """Return whether forward-mode differentiation is active.
+
+    Kernels would silently drop its derivatives.
+    """
     return forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result
 def is_transformed() -> bool:
-    """Whether the call is inside one of torch.func's transforms, or forward-mode derivatives are taken: plain operators
-    alone know these.
+    """Return whether a torch.func transform or forward mode is active.
+
+    Only plain torch operators support these.
     """
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def can_read(*tensors: Tensor | None) -> bool:
-    """Whether the values of all these tensors can be read now.
+    """Return whether the values of all these tensors can be read now.
 
-    They cannot while a call is recorded, inside torch.func's transforms, on the meta device, and under FakeTensorMode,
-    where FLOP counters and memory estimators run models without their values.
+    They cannot while a call is recorded, inside torch.func's transforms, and on the meta device.
+    They also cannot under FakeTensorMode, in which FLOP counters and memory estimators run models
+    without values.
     """
     if is_recorded():
         return False
@@ -49,25 +63,28 @@ def can_read(*tensors: Tensor | None) -> bool:
 
 
 def raise_if(wrong: Tensor, message: str) -> None:
-    """Raise if anything in `wrong` is True, also where its values cannot be read now.
+    """Raise if anything in `wrong` is True, if possible also in compiled calls.
 
-    A compiled call raises `RuntimeError` each time that it is run, and not when it is recorded; on a GPU that is a
-    failed assertion, as for an index out of range. Nothing is raised on the meta device and under FakeTensorMode, where
-    there are no values, and for `torch.vmap` inside a compiled call, whose compiler has no such check.
+    A compiled call raises `RuntimeError` each time that it runs, and not when it is compiled. On a
+    GPU that is a failed assertion, as for an index out of range. Nothing is raised without values
+    (meta device, FakeTensorMode), and for `torch.vmap` inside a compiled call, because its compiler
+    has no such check.
 
     Args:
-        wrong: Bool, of any shape.
+        wrong: Bool, any shape.
         message: Of the error.
 
     Raises:
         ValueError: Something is True.
     """
     if torch.compiler.is_compiling():
-        # Not under no_grad: the graph would leave gradients turned off after the error.
+        # This must not run under no_grad: the graph would leave gradients turned off after the
+        # error.
         if not is_transformed():
             torch._assert_async(~wrong.any(), message)
         return
-    while wrapped(wrong):  # torch.func's transforms: the values of the whole batch are inside
+    # A wrapper of torch.func's transforms holds the values of the whole batch.
+    while wrapped(wrong):
         wrong = get_unwrapped(wrong)
     if can_read(wrong) and bool(wrong.any()):
         raise ValueError(message)

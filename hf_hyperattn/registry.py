@@ -1,4 +1,8 @@
-"""Mechanisms by name. A room registers itself in the last line of its `__init__`."""
+"""The registry of mechanisms by name.
+
+Every package in `mechanisms` registers itself in the last line of its `__init__`; other packages
+can do the same.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 from .address import install
 from .fields import short
 
-#: What a mechanism may change, in the order in which the changes are applied.
+#: Parts of attention that a mechanism can change, in the order in which the changes are applied.
 STAGES = ("score", "bias", "mixing", "structure", "aggregation", "fusion")
 
 
@@ -19,15 +23,17 @@ class Mechanism:
     """One published way to change attention.
 
     Args:
-        name: its key in configs, such as "cone".
-        stage: one of `STAGES`.
-        paper: title and arXiv number.
-        config: its `MechanismConfig` class.
-        layer: `layer(config, host)` builds the module with its parameters for one host, see `mechanisms.base`.
-        functions: its faces in `hf_hyperattn.functional`, by name.
-        names: what `attn_implementation=` accepts for it, each with the config meant.
-        cross_attention: whether queries and keys may come from different sequences.
-        reads_hierarchy: for the stage "structure": whether it reads the `hierarchy=` that a model is called with.
+        name: Key in configs, such as "cone".
+        stage: One of `STAGES`.
+        paper: Title and arXiv number.
+        config: Its `MechanismConfig` class.
+        layer: `layer(config, host)` builds the module with the parameters of one attention layer,
+            see `mechanisms.base`.
+        functions: Functions to expose in `hf_hyperattn.functional`, by name.
+        names: Values of `attn_implementation=` that select the mechanism, each with its config.
+        cross_attention: Whether queries and keys may come from different sequences.
+        reads_hierarchy: For the stage "structure": whether it reads the `hierarchy=` argument of
+            the model.
     """
 
     name: str
@@ -46,12 +52,18 @@ class Mechanism:
         return self.stage == "structure" and self.reads_hierarchy
 
 
+#: All registered mechanisms by name.
 MECHANISMS: dict[str, Mechanism] = {}
+#: Functions that are called with every mechanism, see `on_register`.
 LISTENERS: list[Callable[[Mechanism], None]] = []
 
 
 def register(mechanism: Mechanism) -> Mechanism:
-    """Make a mechanism known. A second one of the same name, or an unknown stage, is refused."""
+    """Register a mechanism and return it.
+
+    Raises:
+        ValueError: The stage is unknown, or the name is registered already.
+    """
     if mechanism.stage not in STAGES:
         raise ValueError(
             f"mechanism {mechanism.name!r} has stage={mechanism.stage!r}; allowed: {', '.join(STAGES)}"
@@ -65,21 +77,35 @@ def register(mechanism: Mechanism) -> Mechanism:
 
 
 def named_configs() -> dict[str, Any]:
-    """What `attn_implementation=` accepts, each name with the config meant."""
+    """Return the values of `attn_implementation=`, each with its config."""
     return {name: config for m in MECHANISMS.values() for name, config in m.names.items()}
 
 
 def on_register(listener: Callable[[Mechanism], None]) -> None:
-    """Call a function with every mechanism: with those there are, and with each that is registered later."""
+    """Call a function with every mechanism, now and in the future.
+
+    Args:
+        listener: Called at once with all registered mechanisms, and later with each new one.
+    """
     for mechanism in MECHANISMS.values():
         listener(mechanism)
     LISTENERS.append(listener)
 
 
 def get_mechanism(name: str, defined_in: object = None) -> Mechanism:
-    """The mechanism of that name, or an error that lists the names there are, or says what defined it when saved."""
+    """Return a mechanism by name.
+
+    Args:
+        name: The name.
+        defined_in: Module that defined the score when the config was saved, "module:name"; for the
+            message only.
+
+    Raises:
+        ValueError: The name is unknown. The message lists the known names, or says what to import.
+    """
     if name not in MECHANISMS:
         if isinstance(defined_in, str):
+            # A checkpoint may come from a stranger, so its module is named but never imported here.
             module = defined_in.partition(":")[0]
             code = (
                 "run the script that" if module == "__main__" else f"import {short(module)}, which"
@@ -96,7 +122,12 @@ def get_mechanism(name: str, defined_in: object = None) -> Mechanism:
 
 
 def lookup(module: str, names: Callable[[Mechanism], dict]) -> Callable[[str], object]:
-    """The `__getattr__` of a module that also has, under their `names`, parts of mechanisms from other packages."""
+    """Make a module `__getattr__` that finds parts of mechanisms of other packages.
+
+    Args:
+        module: Name of the module.
+        names: Returns the parts of a mechanism that belong into the module, by name.
+    """
 
     def __getattr__(name: str):
         parts = {

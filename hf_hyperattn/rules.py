@@ -31,4 +31,5 @@ __all__ = [
     "rule",
 ]
 
+# Rules without a kernel are imported on first use.
 __getattr__ = import_mask_rule

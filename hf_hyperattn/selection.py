@@ -1,4 +1,7 @@
-"""Some out of many, by number, range, name or function: how `layers` and `heads` are selected."""
+"""The arguments `layers` and `heads`: by number, range, name or function.
+
+`normalize_choice` checks such an argument. `select_layers` and `select_heads` apply it to a model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .fields import refuse, short
 
 Choice = None | str | int | Iterable[int] | Callable[[Any], bool]
 
-#: Entries of any list in a config.
+#: Largest number of entries of a list in a config.
 MOST = 10_000
 FRACTIONS = {"half": 2, "third": 3, "quarter": 4}
 NAMED = re.compile(
@@ -24,15 +27,21 @@ ALLOWED = (
 )
 
 
-def checked(name: str, choice: Any) -> Any:
-    """The selection in plain form: None, a name, a tuple of numbers, or a function.
+def normalize_choice(name: str, choice: Any) -> Any:
+    """Return a selection as None, a name, a tuple of numbers, or a function.
+
+    Args:
+        name: Of the argument, for the error.
+        choice: The argument.
 
     Raises:
-        ValueError: it is none of these; the message has the name of the argument and what is allowed.
+        ValueError: The selection is none of these.
     """
     if choice is None or callable(choice):
         return choice
     if isinstance(choice, str):
+        # A config may come from anywhere: long strings are rejected before the regular expression
+        # runs.
         if len(choice) < 40 and NAMED.fullmatch(choice):
             return choice
         refuse(name, choice, ALLOWED)
@@ -40,38 +49,56 @@ def checked(name: str, choice: Any) -> Any:
         many = [choice] if isinstance(choice, int) else choice
         if len(many) > MOST:
             raise ValueError(f"{name} has {len(many)} numbers; allowed: at most {MOST}")
+        # `operator.index` takes integers of numpy and torch, but no floats.
         numbers = tuple(operator.index(n) for n in many if not isinstance(n, bool))
     except TypeError:
         numbers = None
+    # Fewer numbers than entries: some were True or False.
     if numbers is None or len(numbers) < len(many):
         refuse(name, choice, ALLOWED)
     return numbers
 
 
-def numbers(there: list[int], choice: str | tuple[int, ...]) -> list[int]:
-    """The numbers that a checked selection means, `there` being those there are, in order; some may be missing."""
+def resolve_numbers(there: list[int], choice: str | tuple[int, ...]) -> list[int]:
+    """Return the numbers that a selection names.
+
+    Args:
+        there: The existing numbers, in order.
+        choice: From `normalize_choice`, without None and functions.
+
+    Returns:
+        The numbers. Explicitly given numbers may not exist.
+    """
     if not isinstance(choice, str):
         return [there[n] if n < 0 and -n <= len(there) else n for n in choice]
     match = NAMED.fullmatch(choice)
     end, size, step = match.groups() if match else (None, None, None)
     if step is not None:
         return there[int(step) - 1 :: int(step)]
-    if end is None:
+    if end is None:  # "all"
         return there
     count = math.ceil(len(there) / FRACTIONS[size]) if size in FRACTIONS else int(size or 0)
     return there[:count] if end == "first" else there[max(0, len(there) - count) :]
 
 
-def head_numbers(heads: Any, count: int, host: str) -> tuple[int, ...] | None:
-    """The heads out of `count` that a checked selection means, in order; None for all.
+def select_heads(heads: Any, count: int, host: str) -> tuple[int, ...] | None:
+    """Return the selected heads of an attention layer, in order; None for all.
+
+    Args:
+        heads: The selection, from `normalize_choice`.
+        count: Number of heads of the layer.
+        host: Name of the layer, for the error.
 
     Raises:
-        ValueError: the host has no such head, or none is selected.
+        ValueError: The layer has no such head, or none is selected.
     """
     if heads is None:
         return None
     there = list(range(count))
-    selected = [n for n in there if heads(n)] if callable(heads) else numbers(there, heads)
+    if callable(heads):
+        selected = [n for n in there if heads(n)]
+    else:
+        selected = resolve_numbers(there, heads)
     missing = [n for n in selected if n not in there]
     if missing or not selected:
         what = f"names head {short(missing[0])}" if missing else "names no head"
@@ -83,28 +110,38 @@ def head_numbers(heads: Any, count: int, host: str) -> tuple[int, ...] | None:
 
 
 def select_layers(hosts: Sequence[tuple[str, Any]], layers: Any) -> list[bool]:
-    """For each (stack, `Host`), whether `layers` means it. Numbers and names count within each stack of the model.
+    """Return for each attention layer whether `layers` selects it.
+
+    Args:
+        hosts: (stack, `Host`) of each attention layer. A stack is the layer's module name without
+            its number, so encoder and decoder are two stacks.
+        layers: The selection. Numbers and names count within each stack.
 
     Raises:
-        ValueError: `layers` is of no allowed form, or names a layer that no stack has.
+        ValueError: `layers` has no allowed form, or names a layer that no stack has.
     """
-    layers = checked("layers", layers)
+    layers = normalize_choice("layers", layers)
     if layers is None:
         return [True] * len(hosts)
     if callable(layers):
         return [bool(layers(host)) for _, host in hosts]
+    # The layer numbers of each stack, in order, each once.
     stacks: dict[str, list[int]] = {}
     for stack, host in sorted(hosts, key=lambda pair: pair[1].layer_index):
         if host.layer_index not in stacks.setdefault(stack, []):
             stacks[stack].append(host.layer_index)
+    # A number must exist in some stack; stacks may differ in length.
     for layer in () if isinstance(layers, str) else layers:
-        if all(
-            number not in there for there in stacks.values() for number in numbers(there, (layer,))
-        ):
+        exists = any(
+            number in there
+            for there in stacks.values()
+            for number in resolve_numbers(there, (layer,))
+        )
+        if not exists:
             present = [n for there in stacks.values() for n in there]
             raise ValueError(
                 f"layers names layer {short(layer)}, which the model does not have; allowed: {min(present)} to "
                 f"{max(present)}, or {ALLOWED}"
             )
-    selected = {stack: set(numbers(there, layers)) for stack, there in stacks.items()}
+    selected = {stack: set(resolve_numbers(there, layers)) for stack, there in stacks.items()}
     return [host.layer_index in selected[stack] for stack, host in hosts]

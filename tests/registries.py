@@ -39,5 +39,5 @@ def restored() -> Iterator[None]:
 def clear() -> None:
     """Forget what was kept by name."""
     dispatch.RESOLVED.clear()
-    for cache in (parse_score_key, config._read_record, by_name._layers):
+    for cache in (parse_score_key, config._read_record, by_name.build_named_layers):
         cache.cache_clear()

@@ -43,6 +43,9 @@ from .masks_and_calls.texts import DTYPES, assert_near, examples
 
 #: How far logits in half precision may be off, as a share of the largest one.
 HALF = {torch.bfloat16: 0.3, torch.float16: 0.15}
+#: Its logits grow with the square of a distance, and the rounding of queries and keys with them. In bfloat16
+#: all engines, `reference` too, are off by the same 0.46 of the largest logit in one case (float32: 5e-6).
+MAGNIFYING = {"hyperbolic, squared"}
 
 
 @pytest.fixture(autouse=True)
@@ -125,9 +128,8 @@ def test_packed_texts_give_what_each_alone_gives(mechanism, data):
 @given(data=st.data())
 def test_calls_in_half_precision(dtype, data):
     """Mechanisms that choose keys by their scores are left out: rounding may choose others."""
-    mechanism = data.draw(
-        st.sampled_from([name for name in MECHANISMS if name not in CHOOSING]), "mechanism"
-    )
+    steady = [name for name in MECHANISMS if name not in {*CHOOSING, *MAGNIFYING}]
+    mechanism = data.draw(st.sampled_from(steady), "mechanism")
     talks = data.draw(st.lists(draw_talks("llama", mechanism), min_size=1, max_size=2), "talks")
     engine = data.draw(st.sampled_from(ENGINES), "engine")
     hold_in_turn("llama", mechanism, engine, talks, dtype, HALF[dtype])

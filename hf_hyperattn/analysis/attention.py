@@ -22,7 +22,7 @@ from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.cone import reference as cone
 from ..mechanisms.hsa.masks import hierarchy_for
-from ..mechanisms.hsa.reference import cover, kin
+from ..mechanisms.hsa.reference import find_cover, list_kin
 from ..mechanisms.hsa.request import linear_features
 from ..mechanisms.hsa.tree.key import trees_of
 from ..mechanisms.hyperbolic import reference as hyperbolic
@@ -66,7 +66,7 @@ class Layer:
         """
         if self.call is None:
             return None
-        weights = Plan.of(self.call).run(backend="reference", weights=True)[1]
+        weights = Plan.from_call(self.call).run(backend="reference", weights=True)[1]
         return None if weights is None else weights[0]
 
     def find_mechanism(self, name: str) -> Any:
@@ -437,7 +437,7 @@ def describe_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, 
     that are read one by one. A head that is not tied has None.
     """
     # Other mechanisms of the layer may change the score that HSA chooses blocks by.
-    plan = Plan.of(call)
+    plan = Plan.from_call(call)
     for name, layer in hyper._modules.items():
         if name != "hsa":
             plan = layer(plan)
@@ -458,7 +458,7 @@ def describe_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, 
     # The trees of causal calls are filled up to whole windows. No query sees the added tokens.
     spare = len(tokens) - length
     logits, seen = (torch.nn.functional.pad(t, (0, spare)) for t in (logits, seen))
-    facts = kin(tree)
+    facts = list_kin(tree)
     leaves = facts[1]
     covers: list[Any] = []
     for head in range(heads):
@@ -466,7 +466,7 @@ def describe_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, 
         is_tied = part.heads is None or head in part.heads
         rows = []
         for i in queries if is_tied else ():
-            read, blocks = cover(logits[head, i], i, tree, facts, seen[head, i], **numbers)
+            read, blocks = find_cover(logits[head, i], i, tree, facts, seen[head, i], **numbers)
             closed = sorted([leaves[block][0], leaves[block][-1] + 1] for block in blocks)
             rows.append({"tokens": len(read), "closed": closed})
         covers.append(rows or None)

@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]  # installed with accelerate
 import torch
 from torch import nn
 
-from ..integration.checkpoint_config import inner, patched_hosts
+from ..integration.checkpoint_config import patched_hosts, unwrap_hyper
 from ..integration.patching import base_model
 from .perplexity import evaluation_mode
 
@@ -175,7 +175,8 @@ class _Streamer:
 
 def patched_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name of every patched attention layer, and its patch (`hyper`)."""
-    return ((name, inner(host.get_submodule("hyper"))) for name, host in patched_hosts(model))
+    for name, host in patched_hosts(model):
+        yield name, unwrap_hyper(host.get_submodule("hyper"))
 
 
 def attention_times(model: nn.Module, ids: torch.Tensor) -> tuple[float, float]:

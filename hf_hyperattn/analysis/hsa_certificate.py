@@ -23,7 +23,7 @@ from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
-from ..mechanisms.hsa.masks import hierarchy_for, restricted
+from ..mechanisms.hsa.masks import hierarchy_for, restrict_to_real
 from ..mechanisms.hsa.request import Request, lay_under_mask, linear_features
 from ..mechanisms.selection.places import real_tokens
 from ..selection import Choice
@@ -129,7 +129,7 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     """
     rule = config.rule(call.is_causal, call.query.shape[1], name)
     check_call(call, name)
-    query, key = linear_features(Plan.of(call).score)
+    query, key = linear_features(Plan.from_call(call).score)
     tree = call.keywords.get("hierarchy")
     hierarchy = hierarchy_for(
         config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal
@@ -140,7 +140,7 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
         real = reading.real_if_only_padding
         if real is not None:
             # A mask that only marks padding is the same as a hierarchy of the real tokens.
-            hierarchy = restricted(hierarchy, real)
+            hierarchy = restrict_to_real(hierarchy, real)
             mask = None
         elif rule.tying == "key":
             request = Request(hierarchy, rule, is_causal=False, chunk=call.chunk)

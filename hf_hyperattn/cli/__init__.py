@@ -1,4 +1,4 @@
-"""What the sub-commands of `hyperattn` do, one a module; their options stand in the module `hyperattn_cli`."""
+"""The sub-commands of `hyperattn`, one per module; options are in `hyperattn_cli`."""
 
 from hyperattn_cli import build_parser, main
 

@@ -1,4 +1,8 @@
-"""One run of `hyperattn compare`: LoRA, and beside it a mechanism, trained on a text and read on another."""
+"""Train one run of `hyperattn compare`: LoRA, with or without a mechanism.
+
+A mechanism's parameters are subtracted from LoRA's ranks, so that all runs train equally many
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +24,27 @@ import hf_hyperattn as ha
 
 from ..analysis import perplexity
 from ..integration.checkpoint_files import errors_as
-from .models import load, patch
+from .models import load_model, patch_recipe
 
 NONE = "none"  # the control: LoRA alone
-WARM_UP = (
-    0.1  # share of the steps in which learning rates rise; they fall as a half cosine in the rest
-)
+#: Share of the steps in which learning rates rise; then they fall as a half cosine.
+WARM_UP = 0.1
 SCALE = 2.0  # LoRA's alpha over its rank
 
 
 @dataclass
 class Trial:
-    """What all runs share.
+    """The data that all runs share.
 
     Args:
-        args: of the command line, with device "cpu" and the like.
-        train, held_out: token ids [N]; those held out are whole windows of `length`.
-        prefix: ids before every window.
-        targets: by recipe, the linear layers that LoRA goes to; the same for all.
-        added: by recipe, how many parameters it adds.
+        args: The command line, with a device such as "cpu".
+        train: Token ids to train on, shape [N].
+        held_out: Token ids to evaluate on, shape [N]: whole windows of `length`.
+        prefix: Token ids in front of every window.
+        length: Tokens per window.
+        targets: Linear layers that get LoRA, with the parameters of one rank; the same for all
+            recipes.
+        added: Number of parameters that each recipe adds.
     """
 
     args: argparse.Namespace
@@ -50,20 +56,26 @@ class Trial:
     added: dict[str, int] = field(default_factory=dict)
 
 
-def base_model(trial: Trial, recipe: str) -> Any:
-    """The model, patched by a recipe in the layers that are trained."""
-    model = load(trial.args)
-    return model if recipe == NONE else patch(model, recipe, "blend", trial.args.layers)
+def load_base_model(trial: Trial, recipe: str) -> Any:
+    """Load the model and patch a recipe into the layers to train."""
+    model = load_model(trial.args)
+    return model if recipe == NONE else patch_recipe(model, recipe, "blend", trial.args.layers)
 
 
-def survey(trial: Trial, recipe: str) -> None:
-    """Note what a recipe adds, and which linear layers there are; raises ValueError where it is no patch here."""
-    model = base_model(trial, recipe)
+def survey_recipe(trial: Trial, recipe: str) -> None:
+    """Note in `trial` the parameters that a recipe adds, and the targets of LoRA.
+
+    Raises:
+        ValueError: The recipe cannot be patched in, or no attention layer has linear layers.
+    """
+    model = load_base_model(trial, recipe)
     added = [p for name, p in model.named_parameters() if ".hyper." in name]
     trial.added[recipe] = sum(p.numel() for p in added)
+    # Attention layers with a patch are the layers to train.
     hosts = [
         name.removesuffix(".hyper") for name, _ in model.named_modules() if name.endswith(".hyper")
     ]
+    # A LoRA rank of a linear layer adds in_features + out_features parameters.
     trial.targets = [
         (name, sum(module.weight.shape))
         for name, module in model.named_modules()
@@ -77,14 +89,22 @@ def survey(trial: Trial, recipe: str) -> None:
         )
 
 
-def ranks(trial: Trial, recipe: str) -> dict[str, int]:
-    """LoRA's rank at every target, so that with what the recipe adds there are as many parameters as in the control,
-    to half a rank of one layer. The last layers give first: the others start as in the control.
+def choose_ranks(trial: Trial, recipe: str) -> dict[str, int]:
+    """Choose LoRA's ranks so that all runs have equally many parameters.
+
+    The match is exact to half a rank of one layer. The last layers give up ranks first: the first
+    layers then start as in the control.
+
+    Raises:
+        ValueError: The recipe adds more parameters than LoRA can give up.
     """
-    sizes, rank = dict(trial.targets), {name: trial.args.rank for name, _ in trial.targets}
+    sizes = dict(trial.targets)
+    rank = {name: trial.args.rank for name, _ in trial.targets}
     over = trial.added.get(recipe, 0)
     while over > 0:
+        # `max` returns the first of equals, so reversing prefers the last layer.
         name = max(reversed(rank), key=lambda name: rank[name])
+        # One rank less would be farther from the target than the present rank.
         if over < sizes[name] / 2:
             break
         if rank[name] == 1:
@@ -97,9 +117,11 @@ def ranks(trial: Trial, recipe: str) -> dict[str, int]:
     return rank
 
 
-def trainable(trial: Trial, recipe: str, seed: int) -> Any:
-    """The model of a run, before its first step."""
-    model, rank = base_model(trial, recipe), ranks(trial, recipe)
+def build_trainable(trial: Trial, recipe: str, seed: int) -> Any:
+    """Build the model of a run, before its first step."""
+    model = load_base_model(trial, recipe)
+    rank = choose_ranks(trial, recipe)
+    # Alpha follows the rank, so that LoRA keeps its scale (alpha / rank) in every layer.
     own = {name: r for name, r in rank.items() if r != trial.args.rank}
     options = {
         "r": trial.args.rank,
@@ -108,6 +130,7 @@ def trainable(trial: Trial, recipe: str, seed: int) -> Any:
         "rank_pattern": own,
         "alpha_pattern": {name: SCALE * r for name, r in own.items()},
     }
+    # The seed fixes LoRA's random matrices, which every recipe of a seed shares.
     torch.manual_seed(seed)
     with errors_as(f"--mechanisms {recipe}: cannot be trained with LoRA"):
         if recipe == NONE:
@@ -115,26 +138,45 @@ def trainable(trial: Trial, recipe: str, seed: int) -> Any:
         return get_peft_model(model, ha.lora_config(model, task_type="CAUSAL_LM", **options))
 
 
-def groups(trial: Trial, model: Any, recipe: str) -> list[dict]:
-    """What is trained, with its learning rates."""
+def make_groups(trial: Trial, model: Any, recipe: str) -> list[dict]:
+    """Return the optimizer's parameter groups with their learning rates."""
     if recipe != NONE:
         return ha.parameter_groups(model, trial.args.rate, trial.args.added_rate)
     return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": trial.args.rate}]
 
 
-def train(
+def train_run(
     trial: Trial, recipe: str, seed: int, steps: int, on_step: Callable[[], None]
 ) -> dict[str, Any]:
-    """One run: trained for `steps`, then read; what came of it, with the seconds of each part."""
+    """Train one run for `steps` steps, then measure its loss on the held-out text.
+
+    Args:
+        trial: The shared data.
+        recipe: Names of mechanisms joined by "+", or `NONE`.
+        seed: Seed of LoRA's matrices and of the windows.
+        steps: Number of steps.
+        on_step: Called after every step.
+
+    Returns:
+        A dict with the loss, the number of parameters, and the seconds of each phase.
+
+    Raises:
+        ValueError: Training diverged.
+    """
     start = time.perf_counter()
-    model = trainable(trial, recipe, seed)
+    model = build_trainable(trial, recipe, seed)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(groups(trial, model, recipe), betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        make_groups(trial, model, recipe), betas=(0.9, 0.95), weight_decay=0.0
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
-    draw, loaded, marks = random.Random(seed), time.perf_counter(), [time.perf_counter()]
+    # The seed also draws the windows: runs of a seed read the same tokens, which pairs them.
+    draw = random.Random(seed)
+    loaded = time.perf_counter()
+    marks = [loaded]
     model.train()
     for _ in range(steps):
-        loss = loss_of(model, trial, draw)
+        loss = compute_loss(model, trial, draw)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -143,12 +185,14 @@ def train(
         marks.append(time.perf_counter())
         on_step()
     read = perplexity(model, trial.held_out, trial.length, prefix=trial.prefix)
+    # A diverged run would make the paired test meaningless.
     if not math.isfinite(read.loss):
         raise ValueError(
             f"{recipe}, seed {seed}: training diverged; use a smaller --rate or --added-rate"
         )
     seconds = {
         "load": loaded - start,
+        # The shortest step is the least disturbed by other processes.
         "step": min(b - a for a, b in zip(marks, marks[1:])),
         "read": time.perf_counter() - marks[-1],
         "all": time.perf_counter() - start,
@@ -156,19 +200,20 @@ def train(
     return {"loss": read.loss, "parameters": sum(p.numel() for p in parameters), "seconds": seconds}
 
 
-def loss_of(model: Any, trial: Trial, draw: random.Random) -> Tensor:
-    """The mean loss of a window that is drawn, in nats a token."""
+def compute_loss(model: Any, trial: Trial, draw: random.Random) -> Tensor:
+    """Compute the mean loss of a random window, in nats per token."""
     start = draw.randrange(len(trial.train) - trial.length + 1)
     ids = torch.cat(
         [torch.tensor(trial.prefix, dtype=torch.long), trial.train[start : start + trial.length]]
     )
     ids = ids[None].to(next(model.parameters()).device)
+    # Logit i predicts token i + 1, so the last one has no target.
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[0, 1:])
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """The learning rate of a step as a share of the highest."""
+    """Return the learning rate of a step as a share of the highest rate."""
     rise = max(1, round(WARM_UP * steps))
     if step < rise:
         return (step + 1) / rise

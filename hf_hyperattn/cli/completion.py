@@ -1,4 +1,7 @@
-"""`hyperattn completion`: a script for a shell, made of the parser; this module imports nothing of the package."""
+"""`hyperattn completion`: print a completion script for a shell.
+
+This module imports only `hyperattn_cli`, so that it starts without torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from hyperattn_cli import COMMANDS, Parser, build_parser, patches
+from hyperattn_cli import COMMANDS, Parser, build_parser, patch_names
 
 #: Options whose values are names of mechanisms.
 NAMES = ("--mechanism", "--mechanisms")
@@ -25,7 +28,7 @@ _hyperattn() {{
 }}
 complete -o default -F _hyperattn hyperattn
 """
-#: What lets zsh run a script for bash.
+#: Lines that let zsh run a script for bash.
 ZSH = "#compdef hyperattn\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
@@ -33,69 +36,70 @@ def run(args: argparse.Namespace) -> None:
     """Print the script."""
     (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     script = SCRIPTS[args.shell](dict(commands.choices))
-    print(
-        json.dumps({"shell": args.shell, "script": script}, indent=2) if args.json else script,
-        end="",
-    )
     if args.json:
-        print()
+        print(json.dumps({"shell": args.shell, "script": script}, indent=2))
+    else:
+        print(script, end="")
 
 
-def allowed(action: argparse.Action) -> list[str]:
-    """The words that an option or argument takes, where they are few."""
+def list_values(action: argparse.Action) -> list[str]:
+    """Return the values of an option or argument, or [] if they cannot be listed."""
     if action.choices:
         return [str(word) for word in action.choices]
-    return patches() if any(option in NAMES for option in action.option_strings) else []
+    return patch_names() if any(option in NAMES for option in action.option_strings) else []
 
 
-def bash(commands: dict[str, Parser]) -> str:
-    """For bash; after a word for which nothing is known, files."""
-    values, options = [], []
+def make_bash_script(commands: dict[str, Parser]) -> str:
+    """Return the script for bash; it completes file names if no values are known."""
+    values = []
+    options = []
     for name, parser in commands.items():
-        for action in filter(allowed, parser._actions):
+        for action in filter(list_values, parser._actions):
+            # Positional arguments follow the command itself.
             places = [f'"{name} {option}"' for option in action.option_strings] or [
                 f'"{name} {name}"'
             ]
-            values.append(f'    {"|".join(places)}) words="{" ".join(allowed(action))}";;')
+            values.append(f'    {"|".join(places)}) words="{" ".join(list_values(action))}";;')
         options.append(f'           {name}) words="{" ".join(parser._option_string_actions)}";;')
     return BASH.format(
         commands=" ".join(commands), values="\n".join(values), options="\n".join(options)
     )
 
 
-def fish(commands: dict[str, Parser]) -> str:
-    """For fish, with the lines of help."""
+def make_fish_script(commands: dict[str, Parser]) -> str:
+    """Return the script for fish, with the help of every option."""
     lines = []
     for name in commands:
         about = (COMMANDS[name].__doc__ or "").partition("\n")[0]
         lines.append(
-            f"complete -c hyperattn -n __fish_use_subcommand -f -a {name} -d {quoted(about)}"
+            f"complete -c hyperattn -n __fish_use_subcommand -f -a {name} -d {quote_for_fish(about)}"
         )
     for name, parser in commands.items():
+        # These lines apply only after the sub-command was typed.
         inside = f"complete -c hyperattn -n '__fish_seen_subcommand_from {name}'"
         for action in parser._actions:
             longs = [
                 f"-l {option[2:]}" for option in action.option_strings if option.startswith("--")
             ]
-            words = f" -x -a {quoted(' '.join(allowed(action)))}" if allowed(action) else ""
+            values = quote_for_fish(" ".join(list_values(action)))
+            words = f" -x -a {values}" if list_values(action) else ""
+            # -r: the option needs a value. Fish then offers file names.
             needs = " -r" if not words and longs and action.nargs != 0 else ""
             if longs or words:
-                lines.append(
-                    f"{inside} {' '.join(longs)}{words}{needs} -d {quoted(action.help or '')}".replace(
-                        "  ", " "
-                    )
-                )
+                about = quote_for_fish(action.help or "")
+                line = f"{inside} {' '.join(longs)}{words}{needs} -d {about}"
+                lines.append(line.replace("  ", " "))
     return "\n".join(lines) + "\n"
 
 
-def quoted(text: str) -> str:
-    """A word for fish, in single quotes."""
+def quote_for_fish(text: str) -> str:
+    """Return text in single quotes, as fish reads them."""
     text = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"
 
 
 SCRIPTS: dict[str, Callable[[dict[str, Parser]], str]] = {
-    "bash": bash,
-    "zsh": lambda commands: ZSH + bash(commands),
-    "fish": fish,
+    "bash": make_bash_script,
+    "zsh": lambda commands: ZSH + make_bash_script(commands),
+    "fish": make_fish_script,
 }

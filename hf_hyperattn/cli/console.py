@@ -1,4 +1,7 @@
-"""Progress on stderr and tables on stdout, so that results can be redirected."""
+"""Print progress on stderr, and tables and reports on stdout.
+
+Results can therefore be redirected to a file while progress stays visible.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,31 @@ from tqdm import tqdm  # comes with Transformers
 
 
 class ProgressBar(tqdm):
-    """A bar with the time left, gone when the work is; where stderr is no terminal, one line for each description."""
+    """A progress bar with the time left, removed at the end.
+
+    If stderr is not a terminal, it prints one line per description instead.
+    """
 
     def describe(self, text: str) -> None:
-        """Say what is being done now."""
+        """Show the name of the current step."""
+        # tqdm disables the bar if stderr is no terminal.
         if self.disable:
             print(text, file=sys.stderr, flush=True)
         else:
             self.set_description(text)
 
     def advance(self, steps: int) -> None:
-        """Take note of work done."""
+        """Add finished steps."""
         self.update(steps)
 
 
-def progress(total: int) -> ProgressBar:
-    """A context whose value has `describe(text)` and `advance(steps)`, over `total` steps."""
+def show_progress(total: int) -> ProgressBar:
+    """Return a context manager that shows progress over `total` steps."""
     return ProgressBar(total=total, file=sys.stderr, leave=False, disable=None)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is aligned left, numbers right."""
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table with its first column aligned left and the others right."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *others in lines:
@@ -41,22 +48,29 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def output(args: argparse.Namespace, report: Any, show: Callable[[Any], object]) -> None:
-    """Print a report: as JSON with --json, else as `show` prints it."""
-    # in ASCII: the name of a file may hold bytes that no terminal takes, and what was measured would be lost
-    print(json.dumps(report, indent=2)) if args.json else show(report)
+def print_report(args: argparse.Namespace, report: Any, show: Callable[[Any], object]) -> None:
+    """Print a report: as JSON with --json, else with `show`."""
+    if args.json:
+        # ASCII only: a file name may hold bytes that stdout cannot encode, and the error would lose
+        # the measurements.
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
 
 
-def reported(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Do the work; with --json what it prints goes to stderr, and JSON of `args.report` to stdout.
+def run_with_report(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command; with --json, send its text to stderr and print JSON on stdout.
 
     Args:
-        work: returns the exit code; leaves in `args.report` what it measured, and where that is 0 wrote to
-            `args.output`.
+        work: The command. It returns the exit code, sets `args.report`, and writes to `args.output`
+            if the exit code is 0.
+        args: The command line.
     """
     if not args.json:
         return work(args)
+    # The command sets it; it stays None if the command fails early.
     args.report = None
+    # Only the JSON may reach stdout, so that programs can parse it.
     with contextlib.redirect_stdout(sys.stderr):
         code = work(args)
     print(

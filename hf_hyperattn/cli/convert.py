@@ -1,4 +1,7 @@
-"""`hyperattn convert`: a checkpoint turned into one of another architecture, by `hf_hyperattn.convert`."""
+"""`hyperattn convert`: turn a checkpoint into another architecture.
+
+`hf_hyperattn.convert` does the work; this module checks the input and writes the result.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +19,52 @@ from ..folders import check_replaceable
 from ..integration.checkpoint_files import class_of, errors_as
 from ..registry import MECHANISMS
 from .inject_task import dtype_of, read_stock_config
-from .inputs import check_place, quiet, tokenizer_or_none, write_checkpoint
+from .inputs import check_place, silence_transformers, tokenizer_or_none, write_checkpoint
 
 
 def run(args: argparse.Namespace) -> None:
-    """Convert and write; raises ValueError or OSError for bad input."""
-    quiet()
-    conversion = conversion_config(args)
+    """Convert and write; raise ValueError or OSError for bad input."""
+    silence_transformers()
+    conversion = make_conversion_config(args)
+    # Check the target before loading, which may take minutes.
     check_replaceable(Path(args.out), args.force, args.model)
     check_place("OUT", args.out)
     config = read_stock_config(args.model)
     tokenizer = tokenizer_or_none(args.model)
     with errors_as(f"{args.model}: cannot load it"):
         model: Any = class_of(config).from_pretrained(args.model, dtype=torch.float32).eval()
-    before = count(model)
+    # Conversion changes the model in place, so count first.
+    before = count_parameters(model)
     with errors_as(f"{args.model}: cannot convert it"):
         model = ha.convert(model, conversion)
+    after = count_parameters(model)
+    # A new model class may keep no record in its config, but the card needs one.
     record = getattr(model.config, "hyperattn", None) or ha.HyperAttnConfig([conversion]).to_dict()
     base = hub_cards.hub_id_or_none(args.model)
+    # The conversion computed in float32; the checkpoint keeps its dtype.
     save = model.to(dtype_of(config)).save_pretrained
     write_checkpoint(args.out, save, tokenizer, config=record, base_model=base)
     report = {
         "out": args.out,
         "class": type(model).__name__,
-        "parameters": {"before": before, "after": count(model)},
+        "parameters": {"before": before, "after": after},
         "tokenizer": tokenizer is not None,
     }
     text = (
-        f"{args.out}: {type(model).__name__}, {before:,} parameters before, {count(model):,} now; it loads where "
+        f"{args.out}: {type(model).__name__}, {before:,} parameters before, {after:,} now; it loads where "
         "hf_hyperattn is imported"
     )
     text += "" if tokenizer else f"\nno tokenizer: {args.model} has none"
     print(json.dumps(report, indent=2) if args.json else text)
 
 
-def conversion_config(args: argparse.Namespace) -> Any:
-    """The config that --to and --set name; raises ValueError for settings that it does not have."""
+def make_conversion_config(args: argparse.Namespace) -> Any:
+    """Return the config that --to and --set describe.
+
+    Raises:
+        ValueError: A setting is unknown, out of range, missing or given twice.
+    """
+    # `rank=None` is valid for `patch_model`, but a conversion would change nothing.
     if args.to == "collaborative" and not dict(args.set).get("rank"):
         raise ValueError(
             "--to collaborative replaces nothing without a rank; add --set rank=R, R at most heads times "
@@ -67,6 +80,6 @@ def conversion_config(args: argparse.Namespace) -> Any:
         raise ValueError(f"--set: {error}") from error
 
 
-def count(model: torch.nn.Module) -> int:
-    """Numbers in a model's parameters."""
+def count_parameters(model: torch.nn.Module) -> int:
+    """Return the number of parameters of a model."""
     return sum(p.numel() for p in model.parameters())

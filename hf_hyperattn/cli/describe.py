@@ -1,4 +1,4 @@
-"""`hyperattn describe`: the attention layers of a model, what is patched, and where its gates stand."""
+"""`hyperattn describe`: show attention layers, patches and gates of a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 
 from ..integration.checkpoint_files import load_to_look_at
 from ..integration.describe import describe
-from .inputs import quiet
+from .inputs import silence_transformers
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the description; raises ValueError or OSError for what is no model."""
-    quiet()
+    """Print the description; raise ValueError or OSError if there is no model."""
+    silence_transformers()
     description = describe(load_to_look_at(args.model), heads=args.heads)
     print(json.dumps(description, indent=2) if args.json else description)
     if args.heads and not args.json and not any(host["by_head"] for host in description["hosts"]):

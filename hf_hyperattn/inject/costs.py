@@ -109,7 +109,7 @@ def prepare_calls(
     sums = drawn[:, :group].cumsum(2)
     query = (sums[:, :, ALIKE:] - sums[:, :, :-ALIKE]) * ALIKE**-0.5
     key, value = drawn[:, group:, :length].split(1, 1)
-    plan = Plan.of(HostCall(query, key, value, dim**-0.5, True, Options(is_causal=True)))
+    plan = Plan.from_call(HostCall(query, key, value, dim**-0.5, True, Options(is_causal=True)))
     calls: dict[CandidateRule, Callable] = {rules[0].exact(): plan.run}
     for rule in rules:
         config = rule.layer_config([rule] * group, length)

@@ -21,8 +21,8 @@ from ..mechanisms.base import HostCall
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
 from ..mechanisms.hsa.open_blocks import first_near
-from ..mechanisms.hsa.pairs import pairs, sibling_pairs
-from ..mechanisms.hsa.windowed.key import attend_levels, pool
+from ..mechanisms.hsa.pairs import count_pairs, count_sibling_pairs
+from ..mechanisms.hsa.windowed.key import attend_levels, pool_levels
 from ..mechanisms.selection.growing import TAKEN_BACK
 from .rules import CHUNK, CandidateRule
 
@@ -89,7 +89,7 @@ class HsaHeadRule(CandidateRule):
         return "sinks and window" if self.drops_blocks and not self.refine_top_k else "hsa"
 
     def share(self, length: int) -> float:
-        count = pairs(
+        count = count_pairs(
             length,
             self.windows,
             self.near,
@@ -155,7 +155,9 @@ class HsaHeadRule(CandidateRule):
         def attend_all(rule: HsaHeadRule) -> Attended:
             if rule.windows not in pooled:
                 pooled.clear()
-                pooled[rule.windows] = pool(call.key.detach(), call.value.detach(), rule.windows)
+                pooled[rule.windows] = pool_levels(
+                    call.key.detach(), call.value.detach(), rule.windows
+                )
             levels = pooled[rule.windows]
             chunks = [attend_chunk(query, levels, rule, call, start) for start in starts]
             outputs, log_sums = (torch.cat(part, 2)[0] for part in zip(*chunks, strict=True))
@@ -233,7 +235,7 @@ def attend_chunk(
     heads = query.shape[1]
     offset = levels.keys[0].shape[2] - query.shape[2]
     sinks = call.options.sinks
-    return attend_levels(
+    output, log_sum = attend_levels(
         query[:, :, start : start + CHUNK],
         levels,
         near=[rule.near] * heads,
@@ -245,6 +247,8 @@ def attend_chunk(
         offset=start + offset,
         scale=float(call.scale),
     )
+    assert log_sum is not None  # it is, unless `lse` is False
+    return output, log_sum
 
 
 @dataclass(frozen=True)
@@ -275,10 +279,10 @@ class HsaLayerRule(CandidateRule):
         if config is None:
             return 1.0
         if config.tying == "both":
-            count = sibling_pairs(length, config.windows)
+            count = count_sibling_pairs(length, config.windows)
         else:
             numbers: Any = (config.near, config.sinks, config.refine_top_k)
-            count = pairs(length, config.windows, *numbers, is_causal=False, compared=False)
+            count = count_pairs(length, config.windows, *numbers, is_causal=False, compared=False)
         return min(1.0, count / length**2)
 
     @property

@@ -53,7 +53,7 @@ def loss_parts(
 
     def on_gradient(name: str, call: HostCall, out: Tensor, gradient: Tensor) -> None:
         with torch.no_grad():
-            ordinary, _ = Plan.of(call).run()
+            ordinary, _ = Plan.from_call(call).run()
             change = gradient.float() * (out.float() - ordinary.float())
             # Sum in float64: the terms have both signs and partly cancel.
             parts[name] = 0.5 / counted * change.sum((0, 2, 3), dtype=torch.float64).cpu()

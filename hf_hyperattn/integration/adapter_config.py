@@ -1,10 +1,16 @@
-"""What an adapter says on disk about the attention of its base, and how it holds the parameters that a patch added.
+"""PEFT adapters of patched models: their record in adapter_config.json, and their copies of
+`hyper`.
 
-An adapter that was trained on a patched base says so in adapter_config.json: the key `hf_hyperattn` holds the base's
-`attn_implementation` and its record, as the base's config.json would, and plain PEFT warns of the unknown key by name.
-Where the adapter holds added parameters, of which plain PEFT would load nothing, `peft_type` also carries our name, so
-that plain PEFT refuses it (`KeyError: 'HF_HYPERATTN_LORA'`). Both are read back here before PEFT sees them.
-`hyperattn_config.json` beside it patches a stock base: `HyperAttnConfig.from_pretrained(adapter_directory)`.
+On disk:
+
+- An adapter trained on a patched base records that base in adapter_config.json. The key
+  `hf_hyperattn` holds the `attn_implementation` and the record, as the config.json of the base
+  would. Plain PEFT warns about the unknown key.
+- If the adapter holds added parameters, `peft_type` carries our name too. Plain PEFT would load
+  none of these parameters, and now fails instead (`KeyError: 'HF_HYPERATTN_LORA'`). Our hooks
+  remove the name before PEFT reads the type.
+- `hyperattn_config.json` in the same directory patches a stock base:
+  `HyperAttnConfig.from_pretrained(adapter_directory)`.
 
 In memory, a `ModulesToSaveWrapper` around every `hyper` has a copy of it for each adapter.
 """
@@ -26,7 +32,7 @@ from transformers import PreTrainedModel
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
 from .attach import cut_to_depth
-from .checkpoint_config import patched_hosts, record_of, recorded_hosts, saved_name, tree
+from .checkpoint_config import list_configs, make_record, patched_hosts, recorded_hosts, saved_name
 from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
 from .hyper_adapter import base_hyper, hyper_adapters
@@ -35,15 +41,17 @@ from .wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
-#: In adapter_config.json, and on a PEFT config that was read from one: what the base of the adapter was.
+#: Key in adapter_config.json, and attribute of a PEFT config that was read from it: the base in
+#: training.
 SAVED_BASE = "hf_hyperattn"
-#: On a PEFT config: what its base is now; None for a stock base.
+#: Attribute of a PEFT config: the base that it is on now. None for a stock base.
 BASE = "_hyperattn_base"
+#: Prefix of `peft_type` on disk if the adapter holds added parameters.
 TYPE = "HF_HYPERATTN_"
 
 
 def holds_hyper(config: Any) -> bool:
-    """Whether an adapter's config asks for the added parameters to be trained and saved with it."""
+    """Return whether an adapter's config trains and saves the added parameters."""
     return any(
         name.rpartition(".")[2] == "hyper"
         for name in getattr(config, "modules_to_save", None) or ()
@@ -51,14 +59,14 @@ def holds_hyper(config: Any) -> bool:
 
 
 def hyper_wrappers(model: nn.Module) -> Iterator[tuple[str, ModulesToSaveWrapper]]:
-    """Name and module of every wrapper that PEFT put around a `hyper`."""
+    """Yield the name and module of every wrapper that PEFT put around a `hyper`."""
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and isinstance(module.original_module, Hyper):
             yield name, module
 
 
 def adapter_configs(model: nn.Module, base: PreTrainedModel) -> dict[str, Any]:
-    """Adapter name -> config, of a PEFT model around the base, and of the base's own adapters."""
+    """Return the configs of all adapters by name: of a PEFT model, and of its base model."""
     return {
         **(getattr(base, "peft_config", None) or {}),
         **(getattr(model, "peft_config", None) or {}),
@@ -66,11 +74,14 @@ def adapter_configs(model: nn.Module, base: PreTrainedModel) -> dict[str, Any]:
 
 
 def give_adapters_hyper(model: nn.Module, base: PreTrainedModel) -> None:
-    """After a patch of a model that has adapters: each of them gets the added parameters, to train and to save.
+    """Give every adapter of a newly patched model a copy of the added parameters.
 
-    Where an adapter's config cannot say so, what was added is frozen like the rest of the base, with a warning.
+    If an adapter's config has no `modules_to_save`, the added parameters are frozen like the base,
+    with a warning.
     """
     configs = adapter_configs(model, base)
+    # Tuner layers know all active adapters. Without any (prompt tuning), PEFT has one active
+    # adapter.
     layers = [module for module in base.modules() if isinstance(module, BaseTunerLayer)]
     active = layers[0].active_adapters if layers else [getattr(model, "active_adapter", None)]
     for name, config in configs.items():
@@ -96,7 +107,7 @@ def give_adapters_hyper(model: nn.Module, base: PreTrainedModel) -> None:
 
 
 def take_hyper_from_adapters(model: nn.Module, base: PreTrainedModel) -> None:
-    """After a patch was taken off: no adapter's config speaks of it any more."""
+    """Remove the added parameters from all adapter configs of a model that was unpatched."""
     for config in adapter_configs(model, base).values():
         if holds_hyper(config):
             kept = [name for name in config.modules_to_save if name.rpartition(".")[2] != "hyper"]
@@ -105,17 +116,22 @@ def take_hyper_from_adapters(model: nn.Module, base: PreTrainedModel) -> None:
 
 
 def describe_base(model: PreTrainedModel) -> dict | None:
-    """The attention of a base as adapters keep it: a name of ours and the record, and the model type where it was
-    converted into one of ours; None for a stock base, also while an adapter patches it.
+    """Return the record of a base model that its adapters keep, or None for a stock base.
+
+    A base that only an adapter patches counts as stock.
+
+    Returns:
+        A dict with `attn_implementation` and `hyperattn` if names of ours run, and with
+        `model_type` if the model was converted into one of our classes.
     """
     patched = any(base_hyper(host) is not None for _, host in patched_hosts(model))
     conversion = conversion_of(model)
-    names = {c._attn_implementation for c in tree(model.config)} & OURS
+    names = {c._attn_implementation for c in list_configs(model.config)} & OURS
     facts: dict[str, Any] = {}
-    if patched or not names <= {
-        PATCHED,
-        RUNNING,
-    }:  # else it may share its config with a patched model
+    # The name of patched models alone proves nothing: an unpatched model may share its config with
+    # a patched one.
+    runs_by_name = not names <= {PATCHED, RUNNING}
+    if patched or runs_by_name:
         record = getattr(model.config, "hyperattn", None)
         facts = {"attn_implementation": saved_name(model.config), "hyperattn": record}
     if conversion is not None and not CONVERSIONS[conversion].in_place:
@@ -124,12 +140,12 @@ def describe_base(model: PreTrainedModel) -> dict | None:
 
 
 def describe_adapters(model: PreTrainedModel) -> dict[str, HyperAttnConfig]:
-    """What each adapter with a patch of its own patches a model with, by the adapter's name."""
+    """Return, by name, the patch of every adapter that patches its base by itself."""
     hypers: dict[str, dict[str, Hyper]] = {}
     for host, _, adapter in hyper_adapters(model):
         for name, hyper in adapter.lora_hyper.items():
             hypers.setdefault(name, {})[host] = hyper
-    records = {name: record_of(of_adapter) for name, of_adapter in hypers.items()}
+    records = {name: make_record(of_adapter) for name, of_adapter in hypers.items()}
     return {
         name: HyperAttnConfig.from_dict(record)
         for name, record in records.items()
@@ -143,33 +159,36 @@ def base_difference(
     what: str = "its base",
     remedy: str = "patch it with hf_hyperattn.HyperAttnConfig.from_pretrained(adapter_directory)",
 ) -> str | None:
-    """In which way a model is no base for an adapter; None where it is as the adapter's base was.
+    """Describe how a model differs from the base of an adapter; None if it does not.
 
     Args:
-        model: what the adapter, or the weights of a whole model, are put on.
-        saved: what `describe_base` said of the adapter's base, or of that model.
-        what, remedy: what `saved` speaks of, and what helps where a patch differs, for the message.
+        model: Model that receives the adapter, or the weights of a whole model.
+        saved: Result of `describe_base` for the adapter's base, or for the model that was saved.
+        what: Subject of the message.
+        remedy: Advice of the message if the patches differ.
 
     Raises:
-        ValueError: `saved` is not of that form.
+        ValueError: `saved` does not have that form.
     """
-    texts = (
-        [saved.get(k) for k in ("attn_implementation", "model_type")]
-        if isinstance(saved, dict)
-        else []
-    )
+    # The file may have been edited by hand, so its form is checked first.
+    texts = []
+    if isinstance(saved, dict):
+        texts = [saved.get("attn_implementation"), saved.get("model_type")]
     if not any(texts) or not all(t is None or isinstance(t, str | dict) for t in texts):
         raise ValueError(
             f"adapter_config.json has {SAVED_BASE}={str(saved)[:80]!r}; allowed: what save_pretrained writes there"
         )
     here = (describe_base(model) if isinstance(model, PreTrainedModel) else None) or {}
     implementation, model_type = texts
-    record, name = saved.get("hyperattn"), type(model).__name__
+    record = saved.get("hyperattn")
+    name = type(model).__name__
+    # 1. A conversion changes the class of the model.
     if model_type and model_type != getattr(getattr(model, "config", None), "model_type", None):
         advice = "load the adapter on the converted model"
         return f"{what} was a converted model ({model_type}) and {name} is not; {advice}"
     if not implementation:
         return None
+    # 2. A mechanism by name has no list of attention layers. Compare the name and its parameters.
     if not isinstance(record, dict) or record.get("hosts") is None:
         if here.get("attn_implementation") != implementation:
             advice = f"load {name} with that name"
@@ -179,12 +198,13 @@ def base_difference(
         if here.get("hyperattn") == record:
             return None
         return f"{what} ran {implementation!r} with config.hyperattn={record}, and {name} has {here.get('hyperattn')}"
-    config, prefix = HyperAttnConfig.from_dict(record), getattr(model, "base_model_prefix", "")
+    # 3. A patch: compare the records, without layers that this model does not have.
+    config = HyperAttnConfig.from_dict(record)
     config = cut_to_depth(config, model) or config
+    prefix = getattr(model, "base_model_prefix", "")
     if here and recorded_hosts(getattr(model, "config", None)) is not None:
-        if in_short(HyperAttnConfig.from_dict(here["hyperattn"]), prefix) == in_short(
-            config, prefix
-        ):
+        record_here = HyperAttnConfig.from_dict(here["hyperattn"])
+        if normalize_record(record_here, prefix) == normalize_record(config, prefix):
             return None
     mechanisms = " and ".join(m.mechanism for m in config.mechanisms)
     return (
@@ -193,8 +213,11 @@ def base_difference(
     )
 
 
-def in_short(config: HyperAttnConfig, prefix: str) -> dict:
-    """A record such that two of one patch are equal, whether or not the model had a head."""
+def normalize_record(config: HyperAttnConfig, prefix: str) -> dict:
+    """Return a record that is equal for equal patches, with or without a model head.
+
+    Names lose the prefix of the base model, and the list of attention layers is sorted.
+    """
     record = config.to_dict()
     hosts = [host.removeprefix(prefix + ".") for host in config.hosts or ()]
     overrides = {
@@ -207,22 +230,26 @@ def in_short(config: HyperAttnConfig, prefix: str) -> dict:
 
 
 @wrap("from_json_file", PeftConfigMixin)
-def _read(original, cls, path_json_file, **kwargs):
+def _read_adapter_config(original, cls, path_json_file, **kwargs):
+    """Read adapter_config.json as a dict that plain PEFT accepts."""
     if Path(path_json_file).exists():
-        read_json(Path(path_json_file))  # one line where it is damaged
-    data, folder = original(cls, path_json_file, **kwargs), Path(path_json_file).parent
+        # A damaged file raises an error of one line here, before PEFT reads it.
+        read_json(Path(path_json_file))
+    data = original(cls, path_json_file, **kwargs)
+    folder = Path(path_json_file).parent
     if str(data.get("peft_type")).startswith(TYPE):
         data["peft_type"] = data["peft_type"].removeprefix(TYPE)
     elif "hyper" in (data.get("modules_to_save") or ()) and (folder / CONFIG_NAME).is_file():
-        record = HyperAttnConfig.from_pretrained(
-            folder
-        ).to_dict()  # an adapter of an earlier version
+        # Earlier versions wrote only hyperattn_config.json.
+        record = HyperAttnConfig.from_pretrained(folder).to_dict()
         data.setdefault(SAVED_BASE, {"attn_implementation": PATCHED, "hyperattn": record})
     return data
 
 
 @wrap("from_peft_type", PeftConfigMixin)
-def _make(original, cls, **kwargs):
+def _make_adapter_config(original, cls, **kwargs):
+    # PEFT would drop an unknown key with a warning, so ours becomes an attribute afterwards.
+    """Build a PEFT config that remembers the base of its adapter."""
     saved = kwargs.pop(SAVED_BASE, None)
     config = original(cls, **kwargs)
     if saved is not None:
@@ -231,10 +258,12 @@ def _make(original, cls, **kwargs):
 
 
 @wrap("save_pretrained", PeftConfigMixin)
-def _write(original, self, save_directory, **kwargs):
+def _write_adapter_config(original, self, save_directory, **kwargs):
+    """Write adapter_config.json with the base of the adapter, and hyperattn_config.json."""
     original(self, save_directory, **kwargs)
     hyperattn = getattr(self, "hyperattn", None)
-    if isinstance(hyperattn, HyperAttnConfig):  # the adapter patches its base itself
+    if isinstance(hyperattn, HyperAttnConfig):
+        # A `HyperLoraConfig` patches its base itself.
         return write_config_beside(save_directory, {"hyperattn": hyperattn.to_dict()})
     base = self.__dict__.get(BASE, getattr(self, SAVED_BASE, None))
     if base is None:
@@ -248,7 +277,7 @@ def _write(original, self, save_directory, **kwargs):
 
 
 def write_config_beside(folder, base: dict) -> None:
-    """Write the config that patches a stock base like the adapter's, where it was patched."""
+    """Write the config that patches a stock base like the adapter's base, if that was patched."""
     record = base.get("hyperattn")
     if isinstance(record, dict) and record.get("hosts") is not None:
         HyperAttnConfig.from_dict(record).save_pretrained(folder)

@@ -1,4 +1,9 @@
-"""What a mechanism's own name runs ("cone", ...): the published operator, without anything to learn."""
+"""Attention under a mechanism's own name ("cone", ...): the published operator, without learned
+parameters.
+
+A name runs the mechanism in replace mode in every attention layer that can use it. Its parameters
+come from `config.hyperattn`, or are the defaults.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,14 @@ logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformer
 
 
 class NamedMechanism:
-    """What a mechanism's name runs: its layer in replace mode, without parameters.
+    """The layers that a mechanism's name runs: replace mode, without learned parameters.
 
     Args:
-        default: its config where a model's config says nothing of the mechanism.
+        default: Config of the mechanism if the model's config has none.
 
     Attributes:
-        layers: for all modules that say nothing of it; None where they are not known yet, or differ.
+        layers: Layers for all modules whose config has none. None: not known yet, or not the same
+            for all modules.
     """
 
     def __init__(self, default: MechanismConfig):
@@ -33,30 +39,36 @@ class NamedMechanism:
         self.number = number_of(default)
         self.layers: Layers | None = None
 
-    def of(self, module: nn.Module) -> Layers:
-        """The layers for this module."""
+    def find_layers(self, module: nn.Module) -> Layers:
+        """Return the layers of this mechanism for one attention layer.
+
+        A mechanism that cannot do cross-attention gets no layers there.
+        """
         cross_attention = get_mechanism(self.default.mechanism).cross_attention
-        if (
-            not cross_attention
-        ):  # whether it reads another sequence: its name in the model is not known here
-            says_decoder = (
-                getattr(module, "is_decoder", False) is True
-                and getattr(module, "is_causal", True) is False
-            )
-            if says_decoder or is_cross_attention("", module):
-                return _layers(None)
+        if not cross_attention:
+            # The module's name in the model is not known here. Cross-attention shows by its class,
+            # or by being part of a decoder without being causal.
+            is_decoder = getattr(module, "is_decoder", False) is True
+            is_causal = getattr(module, "is_causal", True) is not False
+            if (is_decoder and not is_causal) or is_cross_attention("", module):
+                return build_named_layers(None)
         config = by_name_config(module, self.number).for_model(getattr(module, "config", None))
-        layers = _layers(config)
+        layers = build_named_layers(config)
+        # Remember layers that serve every module: `attention_function` then skips this method.
         if cross_attention and config is self.default and not torch.compiler.is_compiling():
             self.layers = layers
         return layers
 
 
 def by_name_config(module: nn.Module, default: int) -> MechanismConfig:
-    """The mechanism's parameters from `config.hyperattn`, where it names the mechanism; else the defaults.
+    """Return the mechanism's config from `config.hyperattn`, or the default.
 
     Args:
-        default: where in `BY_NAME` these are. A number, since the compiler of torch 2.11 cannot pass configs on.
+        default: Index of the default in `BY_NAME`. An index, because the compiler of torch 2.11
+            cannot pass config objects on.
+
+    Raises:
+        ValueError: `config.hyperattn` is no dict.
     """
     data = getattr(getattr(module, "config", None), "hyperattn", None)
     if data is None:
@@ -65,15 +77,16 @@ def by_name_config(module: nn.Module, default: int) -> MechanismConfig:
         raise ValueError(
             f"config.hyperattn is a {type(data).__name__}; allowed: a dict, as HyperAttnConfig([...]).to_dict() is"
         )
-    return BY_NAME[
-        find_number(as_constants(data) if torch.compiler.is_compiling() else data, default)
-    ]
+    if torch.compiler.is_compiling():
+        data = as_constants(data)
+    return BY_NAME[find_number(data, default)]
 
 
 def as_constants(data):
-    """A copy of JSON data whose numbers the compiler takes as they are, where it would make variables of them.
+    """Return a copy of JSON data whose numbers are constants for the compiler.
 
-    It does so with a float that differs from that of an earlier call or model; what stands in a set is a constant.
+    The compiler turns a float into a variable if it differs from the float of an earlier call or
+    model. Members of a set stay constants, so every value passes through one.
     """
     if isinstance(data, dict):
         return {key: as_constants(value) for key, value in data.items()}
@@ -82,20 +95,30 @@ def as_constants(data):
     return next(iter({data}))
 
 
-#: Configs of mechanisms that run by name: the default of each name, and those from `config.hyperattn`.
+#: Configs of mechanisms that run by name: the default of each name, and configs from
+#: `config.hyperattn`.
 BY_NAME: list[MechanismConfig] = []
 
 
 def number_of(config: MechanismConfig) -> int:
-    """Where in `BY_NAME` a config is; it is added if it is not there."""
+    """Return the index of a config in `BY_NAME`, and add the config if it is new."""
     if config not in BY_NAME:
         BY_NAME.append(config)
     return BY_NAME.index(config)
 
 
-@torch.compiler.assume_constant_result  # the compiler cannot follow it, but guards the dict, and takes a number
+# The compiler cannot trace this function. It guards the dict, and takes the number as a constant.
+@torch.compiler.assume_constant_result
 def find_number(data: dict, default: int) -> int:
-    """Where in `BY_NAME` the mechanism's parameters are."""
+    """Return the index in `BY_NAME` of the mechanism's parameters in a record.
+
+    Args:
+        data: The record, `config.hyperattn`.
+        default: Index to return if the record does not hold the mechanism.
+
+    Raises:
+        ValueError: The record chooses layers or heads. By name, a mechanism runs everywhere.
+    """
     mechanism = BY_NAME[default].mechanism
     record = read_record(data)
     for name in ("layers", "heads", "overrides"):
@@ -116,8 +139,8 @@ def find_number(data: dict, default: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _layers(config: MechanismConfig | None) -> Layers:
-    """The mechanism's layer in replace mode, without parameters; none for None."""
+def build_named_layers(config: MechanismConfig | None) -> Layers:
+    """Return the mechanism's layer in replace mode, without parameters. None: no layer."""
     layers = Layers()
     if config is not None:
         layers.add_module(
@@ -127,19 +150,21 @@ def _layers(config: MechanismConfig | None) -> Layers:
 
 
 def kernel(names: Iterable[str]) -> Callable:
-    """The attention function of a kernel repository, whose name ends in what to run: "org/repo:cone".
+    """Return the attention function of a kernel repository.
+
+    Transformers names it "org/repo:cone", with the mechanism after the colon.
 
     Args:
-        names: what may stand there; it may be left out where there is but one.
+        names: Mechanisms of the repository. If there is only one, the part after the colon may be
+            missing.
     """
     named = named_configs()
     functions = {name: attention_function(NamedMechanism(named[name])) for name in names}
 
     def forward(module, query, key, value, attention_mask=None, **keywords):
         repo, _, name = module.config._attn_implementation.partition(":")
-        function = (
-            functions.get(name) if name or len(functions) > 1 else next(iter(functions.values()))
-        )
+        only_one = len(functions) == 1
+        function = next(iter(functions.values())) if only_one and not name else functions.get(name)
         if function is None:
             raise ValueError(
                 f"{repo} has no attention {name!r}; allowed: {repo}:{{{', '.join(functions)}}}"

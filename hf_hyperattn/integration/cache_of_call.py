@@ -1,7 +1,8 @@
-"""The Transformers cache that an attention layer is called with, on its way to mechanisms that keep state on it.
+"""Hand the Transformers cache of a running call to mechanisms that keep state on it.
 
-Attention functions get the keys and values that a cache returned, but not the cache. So a patched attention layer with
-such a mechanism gets two forward hooks: one notes the cache, the other forgets it, also after an error.
+Attention functions get the keys and values that a cache returned, but not the cache. Each patched
+attention layer with such a mechanism therefore gets two forward hooks: one notes the cache, the
+other forgets it, also after an error.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ CACHE = "_hyperattn_cache"
 
 
 class CacheOfCall(threading.local):
-    """The caches that an attention layer is being called with in this thread; copies of the layer start with none."""
+    """The caches of the running calls of one attention layer, in this thread.
+
+    Copies and pickles of the layer start without any.
+    """
 
     def __init__(self):
-        #: One entry a running call, the innermost last: a layer may run again inside its own call.
+        #: One entry per running call, the innermost last: a layer may run again inside its own
+        #: call.
         self.running: list[Any] = []
 
     def __reduce__(self):
@@ -30,17 +35,19 @@ class CacheOfCall(threading.local):
 
 
 def add_cache_hooks(hosts: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-    """Add the hooks to each attention layer if a layer of its `Hyper`, given with it, keeps state on caches.
+    """Add the hooks to every attention layer whose mechanisms keep state on caches.
 
-    What `refuse_pruned` keeps is about all attention layers of a stack, whose first one has the hooks for it: hooks
-    cost time in every call.
+    Args:
+        hosts: Pairs of an attention layer and its `Hyper`.
     """
+    # `refuse_pruned` needs the cache only once per stack of layers, and hooks cost time in every
+    # call. So only the first attention layer of a stack gets hooks for `counts_keys`.
     stacks = set()
     for host, hyper in hosts:
         is_first = False
         if any(map(attrgetter("counts_keys"), hyper.children())):
             config: Any = getattr(host, "config", None)
-            # Encoders and decoders may share the class and the config, but not this.
+            # Encoder and decoder may share class and config. `is_causal` tells them apart.
             stack = type(host), id(config), getattr(host, "is_causal", None)
             is_first = stack not in stacks
             stacks.add(stack)
@@ -51,9 +58,10 @@ def add_cache_hooks(hosts: Iterable[tuple[nn.Module, nn.Module]]) -> None:
 
 
 def remove_cache_hooks(host: nn.Module) -> None:
-    """Undo `add_cache_hooks`."""
+    """Undo `add_cache_hooks` for one attention layer."""
     if host.__dict__.pop(CACHE, None) is None:
         return
+    # torch keeps the options of a hook in separate tables under the same key.
     tables = (
         host._forward_pre_hooks,
         host._forward_pre_hooks_with_kwargs,
@@ -67,9 +75,13 @@ def remove_cache_hooks(host: nn.Module) -> None:
 
 
 def note_cache(host: nn.Module, args: tuple, keywords: dict) -> None:
-    """Note the cache before a call. Families name the argument differently, and some pass it by position."""
+    """Note the cache before a call of the attention layer.
+
+    Families name the argument differently, and some pass it by position, so every argument is
+    looked at.
+    """
     if not torch.compiler.is_compiling():
-        # Any class will do that knows how long it is: some caches are no subclass of Transformers' own.
+        # Some caches are no subclass of Transformers' `Cache`, but all have this method.
         caches = (
             given for given in (*keywords.values(), *args) if hasattr(given, "get_seq_length")
         )
@@ -77,13 +89,14 @@ def note_cache(host: nn.Module, args: tuple, keywords: dict) -> None:
 
 
 def forget_cache(host: nn.Module, args: tuple, output: Any) -> None:
-    """Forget the cache after a call."""
+    """Forget the cache after a call of the attention layer."""
     running = host.__dict__[CACHE].running
-    if running and not torch.compiler.is_compiling():  # another hook may have failed before ours
+    # The list is empty if another hook failed before ours could note the cache.
+    if running and not torch.compiler.is_compiling():
         running.pop()
 
 
 def cache_of_call(host: nn.Module) -> Any:
-    """Return the cache of the running call; None without one, or if no layer reads it."""
+    """Return the cache of the running call; None without a cache, or if no mechanism reads it."""
     noted = host.__dict__.get(CACHE)
     return noted.running[-1] if noted is not None and noted.running else None

@@ -1,4 +1,8 @@
-"""What only few attention calls need, or single families; attention.py reads the rest of a call."""
+"""Rare parts of an attention call: engine setting, refused keywords, ONNX, paged caches, chunks.
+
+`attention.py` reads the common parts of a call and uses these functions for single families and
+unusual calls.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from ..mechanisms.selection.places import FirstKey, KnownOfMask
 from ..readable import is_exporting
 from .hosts import find_hosts
 
-#: Where a host keeps the engine that `set_backend` chose.
+#: Attribute of an attention layer with the engine that `set_backend` chose.
 BACKEND = "_hyperattn_backend"
 
-#: Keywords that change the mathematics and that no engine honours, with what to do instead.
+#: Keywords that change the result but that no engine honours, each with its replacement.
 REFUSED_KEYWORDS = {
     "head_mask": "Transformers 5 has no head masks; patch with heads=...",
     "layer_head_mask": "Transformers 5 has no head masks; patch with heads=...",
@@ -27,35 +31,40 @@ REFUSED_KEYWORDS = {
     "attn_bias": "pass it as position_bias",
 }
 
+#: Keywords that make `refuse_keywords` look closer. Packed sequences (`cu_seq_lens_q`) are fine
+#: with a mask.
 UNHONOURED = frozenset([*REFUSED_KEYWORDS, "cu_seq_lens_q"])
 
-#: Families whose query arrives multiplied by `module.scaling` are recognised by rule (see below); these are the
-#: exceptions: the rule does not hold, or query and key share the factor.
+#: Attention classes that multiply both query and key by `module.scaling`. `scaling_already_applied`
+#: recognises the families that multiply only the query.
 SCALED_QUERY_AND_KEY = ("OpenAIPrivacyFilterAttention",)
 
-#: Config classes of models that have eager attention alone. Their code counts on a mask that says all, in numbers.
+#: Config classes of models that only have eager attention. They need an additive mask that contains
+#: causality.
 MASK_SAYS_ALL: set[type] = set()
 
-#: What raises the error for model types that are out of reach of our names; filled by names.py.
+#: By model type, the function that raises if our names cannot reach the model's attention. Filled
+#: by names.py.
 UNROUTED: dict[str, Callable] = {}
 
 
 def set_backend(model: nn.Module, backend: str) -> nn.Module:
-    """Let an engine compute all attention of a model that mechanisms take part in, patched or by name.
+    """Compute all attention of a model that uses mechanisms on one engine.
 
-    It is a setting of the running model: copies of the model have it, checkpoints do not. Calls that no mechanism
-    changes are the host's own. Arguments of single calls (`output_attentions`) that an engine cannot serve are errors.
+    The setting belongs to the model in memory: copies keep it, checkpoints do not. Calls that no
+        mechanism changes still run the original attention. If the engine cannot serve an argument
+        of a call (`output_attentions`), that call raises.
 
     Args:
-        model: any model, patched now or later; its modules are set.
-        backend: a name out of `hf_hyperattn.engines.available_engines()`; "auto" takes the setting back.
+        model: Any model, patched now or later. Every attention layer stores the setting.
+        backend: A name from `hf_hyperattn.engines.available_engines()`. "auto" removes the setting.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: there is no such engine, or the model has no attention that could be told yet: families whose
-            attention is served by rerouting it are told after the patch.
+        ValueError: The engine does not exist, or no attention layer was found. Families that are
+            rerouted when patched have attention layers only after the patch.
     """
     check_backend(backend)
     hosts = [host for _, host in find_hosts(model)]
@@ -72,7 +81,7 @@ def set_backend(model: nn.Module, backend: str) -> nn.Module:
 
 
 def check_onnx(module: nn.Module, backend: str) -> None:
-    """Raise where `torch.onnx.export` records a call of which no plain operators can be made."""
+    """Raise if `torch.onnx.export` cannot express the call in plain operators."""
     if not is_exporting():
         raise ValueError(
             f"{type(module).__name__} has an attention of hf_hyperattn, which ONNX cannot hold by torch.jit.trace; use "
@@ -85,22 +94,33 @@ def check_onnx(module: nn.Module, backend: str) -> None:
         )
 
 
-@torch.compiler.assume_constant_result  # the compiler says no where ONNX is what it traces for
+# Inside a traced graph torch's function would return False, so it is called outside and its result
+# kept as a constant.
+@torch.compiler.assume_constant_result
 def exporting_to_onnx() -> bool:
-    """Whether `torch.onnx.export` is running."""
+    """Return whether `torch.onnx.export` is running."""
     return torch.onnx.is_in_onnx_export()
 
 
 def update_paged(
     module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, keywords: dict
 ):
-    """Keys and values of all requests of a step of continuous batching, whose mask says which belong together.
+    """Write to the paged cache of continuous batching, and return its keys and values.
+
+    The returned tensors hold the keys of all requests in the step. The mask says which of them
+    belong together.
+
+    Since Transformers 5.24 the ordinary caches have the keyword `cache` too. Decoders use them
+    before they call the attention interface. Encoders that pass on all keywords hand down the
+    user's argument, which the original attention ignores; it is ignored here too.
 
     Args:
-        keywords: of the call; the paged cache is taken out, for the host's own attention not to write to it again.
+        keywords: Keywords of the call. The paged cache is removed, so that the original attention
+            does not write to it again.
 
-    Since Transformers 5.24 the ordinary caches have the name `cache` too. Decoders take them before they call the
-    interface. Encoders that pass on all keywords hand down what the user gave them, which the original ignores.
+    Raises:
+        ValueError: The step has no mask, or this Transformers version gives no mask per kind of
+            layer.
     """
     if isinstance(keywords["cache"], Cache):
         return key, value
@@ -109,24 +129,24 @@ def update_paged(
             f"{type(module).__name__} was called with a paged cache and no mask, which would let requests see each "
             "other; call model.generate_batch, or generate()"
         )
-    cache, states = (
-        keywords.pop("cache"),
-        dict(key_states=key, value_states=value, layer_idx=module.layer_idx),
-    )
+    cache = keywords.pop("cache")
+    states = dict(key_states=key, value_states=value, layer_idx=module.layer_idx)
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(**states, kwargs=keywords)
-    # Transformers 5.17: tokens come first, and layers of several kinds get all their masks
+    # Transformers 5.17 has tokens as the first axis, and passes one dict with the masks of all
+    # kinds of layers.
     if isinstance(mask, dict):
         raise ValueError(
             f"{type(module).__name__} is one of layers of several kinds, which this Transformers gives no mask of "
             "their own in continuous batching; allowed: generate(), or Transformers 5.23"
         )
-    places = {name: keywords.pop(name) for name in ("read_index", "write_index")}
-    return tuple(t.transpose(0, 1)[None] for t in cache.update(**states, **places))
+    indices = {name: keywords.pop(name) for name in ("read_index", "write_index")}
+    updated = cache.update(**states, **indices)
+    return tuple(t.transpose(0, 1)[None] for t in updated)
 
 
 def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> None:
-    """Raise for keywords that would be lost although they change the result."""
+    """Raise if a keyword changes the result and no engine honours it."""
     for name in keywords.keys() & REFUSED_KEYWORDS.keys():
         if keywords[name] is not None:
             raise ValueError(
@@ -141,13 +161,13 @@ def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> N
 
 
 def note_masks(model: PreTrainedModel) -> None:
-    """Remember of a model that has no SDPA that its masks must be those of eager attention."""
+    """Note that a model without SDPA needs the masks of eager attention."""
     if not model._supports_sdpa:
         MASK_SAYS_ALL.add(type(model.config))
 
 
 def note_all(model: nn.Module) -> None:
-    """`note_masks` for a model that was built before this package was imported, and for its parts."""
+    """Call `note_masks` for a model that existed before this package was imported, and its parts."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             note_masks(part)
@@ -156,11 +176,17 @@ def note_all(model: nn.Module) -> None:
 def first_key(
     module: nn.Module, mask: Tensor | None, window: int | None, queries: int, keys: int
 ) -> FirstKey:
-    """Where the keys of a call begin, by its mask; unknown where a mask of another make comes with a sliding window."""
-    known, compiling = attached_to(mask, KnownOfMask), torch.compiler.is_compiling()
+    """Return where the keys of a call begin in the text, as noted on the mask.
+
+    For third-party masks with a sliding window the start is unknown.
+    """
+    known = attached_to(mask, KnownOfMask)
+    compiling = torch.compiler.is_compiling()
     if known is not None and known.is_ours:
         return known.first
     window = window or getattr(module, "sliding_window", None)
+    # The cache of a sliding window drops old keys. Once it is full, the number of dropped keys
+    # cannot be seen here.
     unclear = (
         isinstance(window, int)
         and queries < keys
@@ -171,22 +197,28 @@ def first_key(
 
 
 def chunk_size_of(module: nn.Module) -> int | None:
-    """Return the tokens of a chunk if the layer attends within chunks, as some layers of Llama 4 do; else None."""
+    """Return the chunk size if the layer attends within chunks, else None.
+
+    Some layers of Llama 4 attend within chunks. `config.layer_types` says which.
+    """
     config = getattr(module, "config", None)
     size = getattr(config, "attention_chunk_size", None)
     if size is None:
         return None
-    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
     if not (isinstance(types, list | tuple) and isinstance(index, int) and index < len(types)):
+        # Without a list of types, every layer attends within chunks.
         return size
     return size if types[index] == "chunked_attention" else None
 
 
 def scaling_already_applied(module: nn.Module, scale: float) -> float:
-    """What the query has been multiplied with before the call, 1.0 for most families.
+    """Return the factor that the query was multiplied by before the call; 1.0 for most families.
 
-    Whisper, OPT and their kin scale the query themselves and then pass scaling=1.0, while `module.scaling` keeps the
-    factor. Families without any scaling (T5) have 1.0 there too.
+    Whisper, OPT and similar families scale the query themselves and then pass scaling=1.0, while
+    `module.scaling` keeps the factor. Families without scaling (T5) have `module.scaling` = 1.0 as
+    well.
     """
     factor = getattr(module, "scaling", None)
     if scale != 1.0 or not isinstance(factor, float) or factor <= 0:

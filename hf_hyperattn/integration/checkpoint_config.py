@@ -1,10 +1,15 @@
-"""What the configs of a patched model say, so that config.json brings it back: the record and two names.
+"""The record of a patch in the configs of a model, which config.json stores and a reload reads.
 
-`config.hyperattn` is the record: what was done, and to which hosts. `attn_implementation`, which Transformers reads on
-the next load, is written from what runs (config_hooks.py); `config.hyperattn_stock` is the implementation that runs
-beneath the mechanism: the one from before, unless another was set. The modules are the truth, and the
-records are written from them: into the model's config, and into that of every part that has one of its own (the text
-model of a vision-language model), so that a part can be saved, or loaded out of the whole, by itself.
+Three keys belong to it:
+
+- `config.hyperattn` is the record: the mechanisms, and the attention layers that have them.
+- `attn_implementation` is the name that the next load runs. Transformers reads it; config_hooks.py
+  writes it.
+- `config.hyperattn_stock` is the base implementation, which runs below the mechanisms.
+
+The modules are the truth, and the records are written from them. Every part with a config of its
+own (the text model of a vision-language model) gets a record, so that it can be saved and loaded by
+itself.
 """
 
 from __future__ import annotations
@@ -24,21 +29,21 @@ from .hyper import Hyper
 from .stock import OURS, PATCHED, RUNNING, STOCK, marked, stock_name
 
 RECORD = "hyperattn"
-#: Where a config keeps the name that it runs.
+#: Attribute in which Transformers' configs keep the name of the running implementation.
 INTERNAL = "_attn_implementation_internal"
-#: Whether a model is being built or loaded: what its loader asks for is checked then, and resolved by `resolve_stock`.
+#: Whether a model is being built or loaded. `resolve_stock` then checks the implementation that the
+#: loader asked for.
 LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
 
-#: Every model, by which a config finds those that run on it: those whose config is that very object, and no others. It
-#: holds nothing of their calls.
+#: Every living model. `running_on` finds here the models that run on a config object, when a user
+#: sets its name.
 MODELS: Any = WeakSet()
 
 
 def running_on(config: Any) -> list[PreTrainedModel]:
-    """The models with this very config, the outermost first."""
-    models = [
-        reference() for reference in tuple(MODELS.data)
-    ]  # at once: other threads may build models
+    """Return the models whose config is this very object, the outermost first."""
+    # Copy first: other threads may build models, and change the set, during the loop.
+    models = [reference() for reference in tuple(MODELS.data)]
     on_it = [
         model for model in models if model is not None and getattr(model, "config", None) is config
     ]
@@ -46,50 +51,56 @@ def running_on(config: Any) -> list[PreTrainedModel]:
 
 
 def patched_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of every host that has a `hyper`."""
+    """Return an iterator over the patched attention layers: name and module."""
     hosts = []
     for name, module in model.named_modules():
         hyper = module._modules.get("hyper")
         if isinstance(getattr(hyper, "original_module", hyper), Hyper):
+            # The child may be a `Hyper`, or PEFT's wrapper around one.
             hosts.append((name, module))
     return iter(hosts)
 
 
-def inner(module: Any) -> Any:
-    """The `Hyper` inside PEFT's wrapper, where there is one."""
+def unwrap_hyper(module: Any) -> Any:
+    """Return the `Hyper` inside PEFT's wrapper, or the module itself if it is not wrapped."""
     return getattr(module, "original_module", module)
 
 
 def recorded_hosts(config: Any) -> list[str] | None:
-    """The hosts that the config's record lists; None where it lists none (or holds parameters used by name)."""
+    """Return the attention layers that the config's record lists, or None if it has no list.
+
+    A record without a list holds parameters of a mechanism that runs by name.
+    """
     record = getattr(config, RECORD, None)
     return record.get("hosts") if isinstance(record, dict) else None
 
 
 def is_recorded(config: Any) -> bool:
-    """Whether a config, or one below it, says of hosts that they are patched."""
-    return any(recorded_hosts(part) is not None for part in tree(config))
+    """Return whether a config, or one below it, records patched attention layers."""
+    return any(recorded_hosts(part) is not None for part in list_configs(config))
 
 
 def write_records(model: PreTrainedModel) -> None:
-    """Write the configs of a model and of its parts from what is patched now.
+    """Write what is patched now into the configs of a model and of its parts.
 
     Raises:
-        ValueError: hosts that share a config are patched in different ways, which one record cannot say.
+        ValueError: Attention layers that share a config are patched differently, which one record
+            cannot express.
     """
     hosts = dict(patched_hosts(model))
     if not hosts:
         return erase_records(all_configs(model))
     configs = {id(host.config): host.config for host in hosts.values()}
-    if not configs.keys() <= set(map(id, tree(model.config))):
-        configs[id(model.config)] = (
-            model.config
-        )  # T5's encoder and decoder run on copies, made anew at every load
+    if not configs.keys() <= set(map(id, list_configs(model.config))):
+        # T5's encoder and decoder run on copies of the config, which every load makes again.
+        configs[id(model.config)] = model.config
     for config in configs.values():
-        _mark(config)
+        _mark_patched(config)
+    # A part writes no record if its layers differ. Another part must then have recorded each of
+    # them.
     recorded: set[int] = set()
-    for part in parts(model):
-        recorded |= _write(part)
+    for part in list_models(model):
+        recorded |= _write_record(part)
     missing = [name for name, host in hosts.items() if id(host) not in recorded]
     if missing:
         raise ValueError(
@@ -98,13 +109,14 @@ def write_records(model: PreTrainedModel) -> None:
         )
 
 
-def _write(part: PreTrainedModel) -> set[int]:
-    """The record of one part; returns the ids of the hosts that it speaks of."""
+def _write_record(part: PreTrainedModel) -> set[int]:
+    """Write the record of one part, and return the ids of its recorded attention layers."""
     hosts = dict(patched_hosts(part))
-    hypers = map(attrgetter("hyper"), hosts.values())
-    record = record_of(
-        {name: getattr(hyper, "original_module", hyper) for name, hyper in zip(hosts, hypers)}
-    )
+    # As `unwrap_hyper` does, but without a function call for every layer on every load.
+    hypers = {
+        name: getattr(host.hyper, "original_module", host.hyper) for name, host in hosts.items()
+    }
+    record = make_record(hypers)
     if record is None:
         if recorded_hosts(part.config) is not None:
             delattr(part.config, "hyperattn")
@@ -113,8 +125,12 @@ def _write(part: PreTrainedModel) -> set[int]:
     return set(map(id, hosts.values()))
 
 
-def record_of(hypers: dict[str, Hyper]) -> dict | None:
-    """The record of what hosts, by their names, are patched with; None for none, or where it cannot be said."""
+def make_record(hypers: dict[str, Hyper]) -> dict | None:
+    """Return the record of patched attention layers; None if no record can express it.
+
+    Args:
+        hypers: The `Hyper` of every patched layer, by the layer's name. {} gives None.
+    """
     configs = list(map(attrgetter("config"), hypers.values()))
     if not configs or configs.count(configs[0]) < len(configs):
         return None
@@ -128,18 +144,19 @@ def record_of(hypers: dict[str, Hyper]) -> dict | None:
 
 @contextmanager
 def without_records(model: PreTrainedModel) -> Iterator[None]:
-    """For a while the model has a copy of its config that says nothing of patches."""
+    """Give the model a copy of its config without records, for the duration of a block."""
+    # The model goes on to run: only the copy loses its records.
     config = model.config
     model.config = copy.deepcopy(config)
     try:
-        erase_records(tree(model.config))
+        erase_records(list_configs(model.config))
         yield
     finally:
         model.config = config
 
 
 def erase_records(configs: Iterable[PreTrainedConfig]) -> None:
-    """Take out of these configs what `write_records` put there."""
+    """Remove from these configs what `write_records` wrote."""
     for config in configs:
         if config.__dict__.get(INTERNAL) == RUNNING and STOCK in config.__dict__:
             setattr(config, INTERNAL, name_before(config))
@@ -149,23 +166,33 @@ def erase_records(configs: Iterable[PreTrainedConfig]) -> None:
 
 
 def name_before(config: PreTrainedConfig) -> str | None:
-    """The implementation from before the patch; None where the config had none."""
+    """Return the implementation from before the patch; None if the config had none."""
     return None if config.__dict__.get(STOCK, "") is None else stock_name(config)
 
 
-def _mark(config: PreTrainedConfig) -> None:
-    """Set our implementation and note the one from before; on a reload the note is there already."""
+def _mark_patched(config: PreTrainedConfig) -> None:
+    """Set our implementation in a config, and note the previous one.
+
+    On a reload the note is already there.
+    """
     if not marked(config):
         setattr(config, STOCK, config._attn_implementation)
         setattr(config, INTERNAL, RUNNING)
 
 
 def saved_name(config: PreTrainedConfig) -> str | dict | None:
-    """What `attn_implementation` must say in config.json for the next load to run the names of ours that run now."""
-    name: str | None = config._attn_implementation
-    name = (
-        PATCHED if STOCK in config.__dict__ or name == RUNNING else name if name in OURS else None
-    )
+    """Return the `attn_implementation` for config.json; None if no name of ours runs.
+
+    The next load then runs the same names. If parts of a model run different names, it is a dict.
+    """
+    running: str | None = config._attn_implementation
+    name: str | None = None
+    if STOCK in config.__dict__ or running == RUNNING:
+        # `RUNNING` may be the private name of an exported copy. On disk the public name stands for
+        # it.
+        name = PATCHED
+    elif running in OURS:
+        name = running
     if not getattr(config, "sub_configs", None):
         return name
     below = {key: saved_name(part) for key, part in sub_configs(config)}
@@ -175,10 +202,13 @@ def saved_name(config: PreTrainedConfig) -> str | dict | None:
 
 
 def check_keys(config: Any, implementation: dict) -> None:
-    """Raise if a dict gives a name of ours to a part that a config does not have, which Transformers would ignore.
+    """Raise if a dict gives a name of ours to a part that the config does not have.
+
+    Transformers would ignore such a key.
 
     Args:
-        implementation: As for `attn_implementation=`: a name for every key of a part, "" for the config itself.
+        implementation: As for `attn_implementation=`: a name by key of a part, "" for the config
+            itself.
     """
     keys = ["", *getattr(config, "sub_configs", ())]
     for key, name in implementation.items():
@@ -190,14 +220,14 @@ def check_keys(config: Any, implementation: dict) -> None:
 
 
 def names_in(implementation: Any) -> set[str]:
-    """Return all names in a value of `attn_implementation=`, which may be a dict of dicts."""
+    """Return all names in a value of `attn_implementation=`, which may be a nested dict."""
     if isinstance(implementation, dict):
         return set().union(*map(names_in, implementation.values()))
     return {str(implementation)}
 
 
 def sub_configs(config: Any) -> list[tuple[str, PreTrainedConfig]]:
-    """The configs that Transformers passes an implementation on to, by their keys."""
+    """Return the configs that inherit an implementation in Transformers, with their keys."""
     parts = []
     for key in getattr(config, "sub_configs", ()):
         if (part := getattr(config, key, None)) is not None:
@@ -205,10 +235,11 @@ def sub_configs(config: Any) -> list[tuple[str, PreTrainedConfig]]:
     return parts
 
 
-def tree(config: Any) -> list[PreTrainedConfig]:
-    """A config and all configs below it."""
+def list_configs(config: Any) -> list[PreTrainedConfig]:
+    """Return a config and all configs below it."""
     configs = [config]
-    for part in configs:  # it grows
+    # The list grows during the loop, which so reaches all levels.
+    for part in configs:
         for key in getattr(part, "sub_configs", ()):
             if (below := getattr(part, key, None)) is not None:
                 configs.append(below)
@@ -216,17 +247,20 @@ def tree(config: Any) -> list[PreTrainedConfig]:
 
 
 def all_configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Every config that a part of the model, or a module in it, runs on, and those below them."""
+    """Return every config that a module of the model uses, and all configs below them."""
     configs: dict[int, PreTrainedConfig] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and id(config) not in configs:
-            configs |= {id(part): part for part in tree(config)}
+            configs |= {id(part): part for part in list_configs(config)}
     return list(configs.values())
 
 
-def parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model and every model inside it that has a config of its own, the outermost of each first."""
+def list_models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the model and every model inside it with a config of its own.
+
+    Of several models on one config, the outermost is returned.
+    """
     models: dict[int, PreTrainedModel] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -235,7 +269,7 @@ def parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def inner_models_of(wrapper: nn.Module) -> str:
-    """Advice that names the Transformers models inside a module that is none; "" where there are none."""
+    """Return advice that names the Transformers models inside another module, or ""."""
     inside: list[tuple[str, str]] = []
     for name, module in wrapper.named_modules():
         within_one = any(name.startswith(f"{outer}.") for outer, _ in inside)
@@ -248,6 +282,6 @@ def inner_models_of(wrapper: nn.Module) -> str:
 
 
 def ranks_of(model: PreTrainedModel) -> int:
-    """How many ranks share the heads of a model, or will when it is loaded; 1 where none do."""
+    """Return the number of ranks that share the heads of a model, now or once it is loaded."""
     ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)
     return ranks or getattr(model, "_tp_size", None) or 1

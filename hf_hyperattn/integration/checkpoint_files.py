@@ -1,5 +1,7 @@
-"""Checkpoints, checked before they are used: which files are known, what they may hold, where links lead, and the model
-as the class that it was saved as.
+"""Check a checkpoint before it is used: its files, its settings, its links, its class.
+
+Downloaded checkpoints are not trusted. Only known file names are read, no link may lead out of the
+checkpoint, and every error is a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from ..fields import short
 from ..files import parts_of, read_json
 from .checkpoint_config import is_recorded
 
-#: What a checkpoint may hold, by the names that Transformers reads and writes. No pickles: they can hold code.
+#: File names that a checkpoint may have: those Transformers reads and writes, without pickles,
+#: which can hold code.
 KNOWN = re.compile(
     r"""model([.-][\w.-]+)?\.safetensors(\.index\.json)? | adapter_model\.safetensors | adapter_config\.json
     | (config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json
@@ -34,10 +37,12 @@ KNOWN = re.compile(
     | (README|LICEN[CS]E|NOTICE|COPYING)(\.md|\.txt)?""",
     re.VERBOSE,
 )
+#: Names of settings files. Their copies lose the keys that name code.
 SETTINGS = re.compile(r"(\w*config|special_tokens_map|chat_template)\.json")
 #: Keys of configs under which Transformers finds code to run.
 CODE = ("auto_map", "custom_generate", "custom_pipelines")
-#: Of what a config may ask for how much, all in all: each is made in Python, one by one.
+#: Largest totals by name of a setting. Python builds each of these objects one by one, so more
+#: would hang the process.
 COUNTS = (
     (re.compile(r"(\w+_)?(layers?|depths?|experts|block_sizes)"), 4096),
     (re.compile(r"num_labels"), 2**20),
@@ -45,15 +50,16 @@ COUNTS = (
 
 
 def files_of(directory: Path) -> tuple[dict[str, Path], list[str]]:
-    """The known files of a checkpoint, each by its name with the regular file that it is, and the names of all others.
+    """Return the known files of a checkpoint, and the names of all others.
 
     Raises:
-        ValueError: a known name is no regular file, or a link that leads out of the checkpoint.
+        ValueError: A known name is no regular file, or a link out of the checkpoint.
     """
     known: dict[str, Path] = {}
     others: list[str] = []
     for path in sorted(directory.iterdir()):
         names = [path.name]
+        # Known files may be one folder deep, such as .eval_results/hf_hyperattn.yaml.
         if path.is_dir() and not path.is_symlink():
             inside = [f"{path.name}/{file.name}" for file in sorted(path.iterdir())]
             names = inside if any(map(KNOWN.fullmatch, inside)) else names
@@ -66,16 +72,22 @@ def files_of(directory: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def regular_file(directory: Path, name: str) -> Path:
-    """The real path of one file. In a snapshot of the Hub's cache, files are links to blobs of the same repository.
+    """Return the real path of one file of a checkpoint.
+
+    In a snapshot of the Hub's cache, files are links to blobs of the same repository, which is
+    allowed.
 
     Raises:
-        ValueError: it is not there, no regular file, or a link that leads elsewhere.
+        ValueError: The file is missing, no regular file, or a link that leads elsewhere.
     """
     top = directory.resolve()
-    places = [top, *([top.parents[1] / "blobs"] if top.parent.name == "snapshots" else [])]
+    places = [top]
+    if top.parent.name == "snapshots":
+        places.append(top.parents[1] / "blobs")
     try:
         real = (directory / name).resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # missing; links in a circle
+    except (OSError, RuntimeError) as error:
+        # OSError: the file is missing. RuntimeError: its links form a circle.
         raise ValueError(f"cannot read {directory / name}: {error}; allowed: a file") from error
     if not any(real.is_relative_to(place) for place in places):
         raise ValueError(
@@ -87,13 +99,16 @@ def regular_file(directory: Path, name: str) -> Path:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json, whose values have the types that Transformers takes for granted, and numbers that can be built.
+    """Return config.json as a dict with checked types and sizes.
+
+    Transformers assumes some types without a check, and builds any number of layers.
 
     Raises:
-        ValueError: it cannot be read, or a value is not allowed; one line.
+        ValueError: The file cannot be read, or a value is not allowed.
     """
     path = directory / "config.json"
     data = read_json(path)
+    # 1. Transformers uses these keys without checking their types.
     for key, kind, allowed in (
         ("model_type", str, "a string"),
         ("architectures", list, "a list of strings"),
@@ -106,7 +121,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
         if value is not None and not good:
             raise ValueError(f"{path}: {key} is {short(value)}; allowed: {allowed}")
-    for key, value in _items(data):
+    # 2. Sizes: at any depth, alone or in a list. torch's sizes have 64 bits.
+    for key, value in iterate_items(data):
         numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
         if any(abs(n) >= 2**63 for n in numbers):
             raise ValueError(f"{path}: {key} is {short(value)}; allowed: numbers of 64 bits")
@@ -116,8 +132,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     return data
 
 
-def _items(data: Any) -> Iterator[tuple[str, Any]]:
-    """Every key and value of nested objects."""
+def iterate_items(data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key and value of nested objects."""
     waiting = [data]
     while waiting:
         part = waiting.pop()
@@ -127,22 +143,27 @@ def _items(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def without_code(data: Any) -> tuple[Any, list[str]]:
-    """A copy of JSON data without the keys that name code, and those keys that were there."""
+    """Return a copy of JSON data without keys that name code, and the removed keys."""
     code: list[str] = []
 
-    def clean(part: Any) -> Any:
+    def remove_code(part: Any) -> Any:
         if isinstance(part, list):
-            return [clean(item) for item in part]
+            return [remove_code(item) for item in part]
         if not isinstance(part, dict):
             return part
         code.extend(key for key in part if key in CODE)
-        return {key: clean(value) for key, value in part.items() if key not in CODE}
+        return {key: remove_code(value) for key, value in part.items() if key not in CODE}
 
-    return clean(data), sorted(code)
+    return remove_code(data), sorted(code)
 
 
 def check_weights(directory: Path, files: dict[str, Path]) -> None:
-    """ValueError where there are no weights, a file of them is damaged, or one that an index names is missing."""
+    """Check that a checkpoint has weights, and that none are damaged or missing.
+
+    Raises:
+        ValueError: There are no weights, a file is damaged, or a file that an index names is
+            missing.
+    """
     weights = [name for name in files if name.endswith(".safetensors")]
     if not weights:
         raise ValueError(
@@ -150,8 +171,9 @@ def check_weights(directory: Path, files: dict[str, Path]) -> None:
         )
     for name in weights:
         try:
+            # Opening reads the header and compares the size of the file.
             with safe_open(files[name], "pt"):
-                pass  # reads the header, and compares the size of the file
+                pass
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{directory / name} is damaged: {error}; allowed: a whole safetensors file"
@@ -171,13 +193,15 @@ def check_weights(directory: Path, files: dict[str, Path]) -> None:
 
 
 def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
-    """The model with its weights where something in it is patched, else without memory for them.
+    """Load a model for inspection: with weights only if it is patched.
+
+    An unpatched model is built on the meta device, without memory for its weights.
 
     Args:
-        source: directory or Hub id.
+        source: Directory or Hub id.
 
     Raises:
-        ValueError: it is no model that this Transformers knows, or cannot be found or read.
+        ValueError: This Transformers does not know the model, or it cannot be found or read.
     """
     config = load_config(source, str(source))
     with errors_as(f"{source}: cannot load it"):
@@ -188,14 +212,16 @@ def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
 
 
 def load_config(source: str | os.PathLike, label: str) -> PreTrainedConfig:
-    """The config of a model of Transformers' own code, on the disk checked before anything is made of it.
+    """Return the config of a model whose code is in Transformers.
+
+    A local config.json is checked before Transformers reads it.
 
     Args:
-        source: folder or Hub id.
-        label: what errors call it.
+        source: Folder or Hub id.
+        label: Name of the source in errors.
 
     Raises:
-        ValueError: there is none, it is damaged, or it is one that this Transformers does not know.
+        ValueError: The config is missing or damaged, or unknown to this Transformers.
     """
     folder = find_folder(source, label)
     with errors_as(f"{label}: not a model that Transformers can load"):
@@ -205,15 +231,15 @@ def load_config(source: str | os.PathLike, label: str) -> PreTrainedConfig:
 
 
 def find_folder(source: str | os.PathLike, label: str) -> Path | None:
-    """The folder of a saved model; None for an id on the Hub.
+    """Return the folder of a saved model, or None for a Hub id.
 
     Raises:
-        ValueError: it can be neither.
+        ValueError: The source is neither.
     """
-    folder, allowed = Path(source).expanduser(), "allowed: the folder of a saved model or a Hub id"
-    only_on_disk = (
-        str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
-    )  # an id on the Hub is not
+    folder = Path(source).expanduser()
+    allowed = "allowed: the folder of a saved model or a Hub id"
+    # A Hub id has the form "name" or "owner/name".
+    only_on_disk = str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
     if not folder.is_dir() and (only_on_disk or Path(source).exists()):
         raise ValueError(f"{label}: {'a file' if folder.exists() else 'no such folder'}; {allowed}")
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -223,7 +249,10 @@ def find_folder(source: str | os.PathLike, label: str) -> Path | None:
 
 @contextmanager
 def errors_as(message: str) -> Iterator[None]:
-    """Whatever a damaged checkpoint makes of the code of Transformers comes out as one ValueError, after `message`."""
+    """Turn every error of a block into a ValueError that starts with a message.
+
+    Damaged checkpoints make Transformers raise errors of all kinds.
+    """
     try:
         yield
     except Exception as error:
@@ -232,10 +261,15 @@ def errors_as(message: str) -> Iterator[None]:
 
 
 def class_of(config: Any) -> Any:
-    """The class that the config names, or the bare model of its type."""
+    """Return the model class that the config names, or the bare model of its type.
+
+    Raises:
+        ValueError: This Transformers has no class for the model type.
+    """
     cls = getattr(transformers, (config.architectures or [""])[0], None)
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
         return cls
+    # The config names no class of Transformers: take the bare model of its type.
     if type(config) not in AutoModel._model_mapping:
         raise ValueError(
             f"model type {config.model_type!r} has no model class in this Transformers"

@@ -1,4 +1,8 @@
-"""Hierarchies of texts in training: made with the tokens, kept by the Trainer, padded with the batch."""
+"""Hierarchies of texts during training: made with the tokens, kept by the Trainer, padded in the
+batch.
+
+`HierarchyCollator` does this for any dataset of texts and a fast tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,21 @@ NAME = "hierarchy"
 
 
 class HierarchyCollator:
-    """A data collator that adds the hierarchy of every text to the batch, for `model(..., hierarchy=...)`.
+    """Data collator that adds the hierarchy of every text to the batch.
 
-    A feature may bring its group ids in a column `hierarchy`; `tokenize` makes it, for `dataset.map`, and the Trainer
-    keeps it, since a model patched with a structure takes it. Features without it get the outline of what their
-    tokens read as, which is exact where decoding gives back the text, line breaks included.
+    The model takes it as `model(..., hierarchy=...)`. A feature may bring its group ids in a column
+    `hierarchy`. `tokenize` makes that column with `dataset.map`. The Trainer keeps it, since
+    `forward` of a model patched with a hierarchical mechanism has this argument. For features
+    without the column the hierarchy is read from the decoded tokens. It is exact if decoding gives
+    back the text, including line breaks.
 
     Args:
-        tokenizer: a fast tokenizer.
-        levels: as in `Hierarchy.from_text`, coarse to fine.
-        collator: makes the rest of the batch; None: `DataCollatorWithPadding(tokenizer)`.
+        tokenizer: A fast tokenizer.
+        levels: As in `Hierarchy.from_text`, coarse to fine.
+        collator: Collator for the rest of the batch. None: `DataCollatorWithPadding(tokenizer)`.
 
     Raises:
-        ValueError: a slow tokenizer, an unknown level.
+        ValueError: A slow tokenizer, or an unknown level.
     """
 
     def __init__(
@@ -41,81 +47,87 @@ class HierarchyCollator:
             raise ValueError(
                 f"{type(tokenizer).__name__} gives no offsets; allowed: fast tokenizers, such as those of AutoTokenizer"
             )
-        self.tokenizer, self.levels = tokenizer, checked_levels(levels)
+        self.tokenizer = tokenizer
+        self.levels = checked_levels(levels)
         self.collator = DataCollatorWithPadding(tokenizer) if collator is None else collator
+        #: The text of every token decoded so far.
         self._read: dict[int, str] = {}
 
     def tokenize(self, text: list, text_pair: list[str] | None = None, **options) -> BatchEncoding:
-        """What the tokenizer gives, with the column `hierarchy`; for `dataset.map(..., batched=True)`.
+        """Tokenize texts and add the column `hierarchy`; for `dataset.map(..., batched=True)`.
 
         Args:
-            text: a list of texts.
-            text_pair: a second text for each.
-            options: for the tokenizer; `return_tensors` is not among them.
+            text: A list of texts.
+            text_pair: A second text for each, or None.
+            options: Options of the tokenizer. `return_tensors` is not allowed.
         """
-        kept = options.pop("return_offsets_mapping", False)
+        # Offsets are needed here. The column is removed at the end unless the caller asked for it.
+        keep_offsets = options.pop("return_offsets_mapping", False)
         encoding = self.tokenizer(text, text_pair, return_offsets_mapping=True, **options)
         ids = []
         for row, offsets in enumerate(encoding["offset_mapping"]):
             whole = text[row] if text_pair is None else (text[row], text_pair[row])
-            mask = (
-                encoding["attention_mask"][row]
-                if "attention_mask" in encoding
-                else [1] * len(offsets)
-            )
-            numbers = None if text_pair is None else [encoding.sequence_ids(row)]
+            # Some tokenizers return no attention mask. Then nothing is padded.
+            mask = [1] * len(offsets)
+            if "attention_mask" in encoding:
+                mask = encoding["attention_mask"][row]
+            # In a pair, offsets start at 0 in both texts. The sequence ids tell the texts apart.
+            sequence_ids = None if text_pair is None else [encoding.sequence_ids(row)]
             tree = Hierarchy.from_text(
-                [whole], [offsets], self.levels, torch.tensor([mask]), numbers
+                [whole], [offsets], self.levels, torch.tensor([mask]), sequence_ids
             )
             ids.append(tree.to_ids()[0])
         levels = max((row.shape[1] for row in ids), default=1)
         encoding[NAME] = [deepened_ids(row, levels).tolist() for row in ids]
-        if not kept:
+        if not keep_offsets:
             del encoding["offset_mapping"]
         return encoding
 
     def __call__(self, features: Sequence[dict], *args, **kwargs) -> dict:
-        """The batch, with group ids [batch, length, levels] under `hierarchy`.
+        """Return the batch, with group ids [batch, length, levels] under `hierarchy`.
 
         Raises:
-            ValueError: the collator changed the number of rows or of tokens.
+            ValueError: The inner collator changed the number of rows or of tokens.
         """
-        ids = [self.ids_of(feature) for feature in features]
+        ids = [self.read_ids(feature) for feature in features]
         rest = [{k: v for k, v in feature.items() if k != NAME} for feature in features]
         batch = self.collator(rest, *args, **kwargs)
-        batch[NAME] = self.padded(ids, batch)
+        batch[NAME] = self.pad_ids(ids, batch)
         return batch
 
-    def ids_of(self, feature: dict) -> Tensor:
-        """Group ids [length, levels] of one feature, without padding."""
+    def read_ids(self, feature: dict) -> Tensor:
+        """Return the group ids [length, levels] of one feature, without padding."""
         if feature.get(NAME) is not None:
             ids = torch.as_tensor(feature[NAME]).long()
+            # A list with one number per token is a hierarchy of one level.
             return ids[:, None] if ids.dim() == 1 else ids
-        return self.outline(
-            torch.as_tensor(feature["input_ids"]).tolist(), feature.get("attention_mask")
-        )
+        tokens = torch.as_tensor(feature["input_ids"]).tolist()
+        return self.read_outline(tokens, feature.get("attention_mask"))
 
-    def outline(self, ids: list[int], attention_mask=None) -> Tensor:
-        """Group ids [length, levels] of tokens, from the text that they read as."""
+    def read_outline(self, ids: list[int], attention_mask=None) -> Tensor:
+        """Return group ids [length, levels] of tokens, read from their decoded text."""
         special = set(self.tokenizer.all_special_ids)
-        pieces = ["" if token in special else self.reads(token) for token in ids]
+        # Special tokens belong to no text: their pieces are empty, and their offsets (0, 0).
+        pieces = ["" if token in special else self.decode_token(token) for token in ids]
         lengths = torch.tensor([len(piece) for piece in pieces])
         offsets = torch.stack([lengths.cumsum(0) - lengths, lengths.cumsum(0)], 1)
         offsets[torch.tensor([token in special for token in ids])] = 0
         mask = None if attention_mask is None else torch.as_tensor(attention_mask)[None]
         return Hierarchy.from_text("".join(pieces), offsets, self.levels, mask).to_ids()[0]
 
-    def reads(self, token: int) -> str:
-        """What a token adds to the text after another one, its space included."""
+    def decode_token(self, token: int) -> str:
+        """Return the text that a token adds after another one, including its space."""
         if token not in self._read:
+            # Some tokenizers drop a leading space, so the token is decoded behind an "a", which is
+            # cut off again.
             before = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
+            prefix = self.tokenizer.decode(before, clean_up_tokenization_spaces=False)
             both = self.tokenizer.decode([*before, token], clean_up_tokenization_spaces=False)
-            alone = self.tokenizer.decode(before, clean_up_tokenization_spaces=False)
-            self._read[token] = str(both[len(alone) :])
+            self._read[token] = str(both[len(prefix) :])
         return self._read[token]
 
-    def padded(self, ids: list[Tensor], batch: dict) -> Tensor:
-        """Group ids of a batch, -1 where it has padding."""
+    def pad_ids(self, ids: list[Tensor], batch: dict) -> Tensor:
+        """Return the group ids of a batch, [batch, length, levels], -1 at padding."""
         rows, length = batch["input_ids"].shape[:2]
         if rows != len(ids) or any(len(row) > length for row in ids):
             raise ValueError(
@@ -124,7 +136,7 @@ class HierarchyCollator:
             )
         levels = max(row.shape[1] for row in ids)
         padded = torch.full((rows, length, levels), -1, dtype=torch.long)
-        for row, of_row in enumerate(ids):
-            begin = length - len(of_row) if self.tokenizer.padding_side == "left" else 0
-            padded[row, begin : begin + len(of_row)] = deepened_ids(of_row, levels)
+        for row, row_ids in enumerate(ids):
+            begin = length - len(row_ids) if self.tokenizer.padding_side == "left" else 0
+            padded[row, begin : begin + len(row_ids)] = deepened_ids(row_ids, levels)
         return padded

@@ -1,15 +1,17 @@
-"""What Transformers' configs know of our names: they write the one that runs, and allow it to return weights.
+"""Hooks on Transformers' configs: they save the running attention name, and let it return weights.
 
-Transformers never writes the attention implementation of a config, so that a model which ran "cone" would come back
-with SDPA. Wrapped, once, at import:
+Transformers never writes the attention implementation of a config. A model that ran "cone" would
+come back with SDPA. These functions are wrapped once, on import:
 
-- `PreTrainedConfig.to_dict`: the dict, and so every config.json, has `attn_implementation` where a name of ours runs;
-- `PreTrainedConfig.from_dict` and the setter of `_attn_implementation`: a name that the caller gives in place of a
-  saved one wins, with one warning; on a patched config it is what runs beneath;
-- `PreTrainedConfig.output_attentions` and its validator, which allow "eager" alone;
-- continuous batching (`model.generate_batch`, `transformers serve --continuous-batching`), which lets in "sdpa", eager
-  and flash attention by their names, and makes a mask for the first two. Names of ours get the same mask, which says of
-  every pair whether it belongs together; a mechanism that asks where a key stands in its text is refused.
+- `PreTrainedConfig.to_dict`: adds `attn_implementation` if a name of ours runs, and so to every
+  config.json.
+- `PreTrainedConfig.from_dict` and the setter of `_attn_implementation`: a name from the caller
+  replaces the saved name, with one warning. On a patched config it becomes the base implementation.
+- `PreTrainedConfig.output_attentions` and its validator, which only allow "eager".
+- Continuous batching (`model.generate_batch`, `transformers serve --continuous-batching`): it
+  accepts "sdpa", eager and flash attention by name, and makes a mask for the first two. Our names
+  get the same mask, which says for every pair whether it belongs together. A mechanism that needs
+  the position of a key in its text raises.
 """
 
 from __future__ import annotations
@@ -29,41 +31,47 @@ from .checkpoint_config import (
     LOADING,
     all_configs,
     check_keys,
-    inner,
+    list_configs,
     patched_hosts,
     running_on,
     saved_name,
     sub_configs,
-    tree,
+    unwrap_hyper,
 )
 from .hooks import set_on_models, warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import subclasses, wrap
 
 BATCHING = "transformers.generation.continuous_batching"
-#: The class whose properties are replaced.
+#: The class whose properties are replaced; `Any`, because type checkers refuse to assign
+#: properties.
 CONFIG: Any = PreTrainedConfig
 
 
 @wrap("to_dict", PreTrainedConfig)
 def _to_dict(original, self):
-    values, name = original(self), saved_name(self)
+    """Add the running name, and the record of a user's own score, to the dict."""
+    values = original(self)
+    name = saved_name(self)
     if name:
         values["attn_implementation"] = name
-        if "hyperattn" not in values and isinstance(
-            config := named_configs().get(str(name)), ScoreConfig
-        ):
-            values["hyperattn"] = HyperAttnConfig(
-                [config], mode="replace"
-            ).to_dict()  # what a reader must import
+        if "hyperattn" not in values:
+            config = named_configs().get(str(name))
+            if isinstance(config, ScoreConfig):
+                # A score of the user's own: the record names the module that a reader must import.
+                values["hyperattn"] = HyperAttnConfig([config], mode="replace").to_dict()
     elif PATCHED in str(values.get("attn_implementation")):
-        del values["attn_implementation"]  # left by an exported checkpoint that was unpatched
+        # An exported checkpoint left the name, and the model was unpatched since.
+        del values["attn_implementation"]
     return values
 
 
 @wrap("from_dict", PreTrainedConfig)
 def _from_dict(original, cls, config_dict, **kwargs):
-    saved, requested = config_dict.get("attn_implementation"), kwargs.get("attn_implementation")
+    # Read the saved name first: Transformers writes the requested one into `config_dict`.
+    """Warn if the caller's name replaces a saved name of ours."""
+    saved = config_dict.get("attn_implementation")
+    requested = kwargs.get("attn_implementation")
     result = original(cls, config_dict, **kwargs)
     if requested is not None:
         config = result[0] if isinstance(result, tuple) else result
@@ -73,10 +81,10 @@ def _from_dict(original, cls, config_dict, **kwargs):
 
 @wrap("_from_config", PreTrainedModel)
 def _from_config(original, cls, config, **kwargs):
+    """Build a model without changing a config that another model runs on."""
     if kwargs.get("attn_implementation") is not None and running_on(config):
-        config = copy.deepcopy(
-            config
-        )  # Transformers would set the name on the other model's config too
+        # Transformers sets the name on this config, which another model already runs on.
+        config = copy.deepcopy(config)
     token = LOADING.set(True)
     try:
         return original(cls, config, **kwargs)
@@ -85,38 +93,46 @@ def _from_config(original, cls, config, **kwargs):
 
 
 def keep_names() -> None:
-    """Let `config._attn_implementation = name` lose nothing: loaders, Whisper's timestamps and others set it so.
+    """Let `config._attn_implementation = name` act on the models that run on the config.
 
-    A name of ours reaches the models that run on the config. On a patched config the name becomes what runs beneath; a
-    mechanism's name gives way to it with a warning.
+    Loaders, Whisper's timestamps and others set the name this way. One of our names is set on the
+    models. On a patched config the name becomes the base implementation. A saved name of ours that
+    is replaced gives a warning.
     """
     stock: Any = inspect.getattr_static(PreTrainedConfig, "_attn_implementation")
 
-    def setter(self, value):
-        if INTERNAL not in self.__dict__:  # it is being made
+    def set_implementation(self, value):
+        if INTERNAL not in self.__dict__:
+            # The config is being created, so no model runs on it.
             return _set_name(self, value)
         saved = saved_name(self)
-        before = [(config, getattr(config, INTERNAL, None)) for config in tree(self)]
+        before = [(config, getattr(config, INTERNAL, None)) for config in list_configs(self)]
         try:
             if not LOADING.get():
                 set_on_models(self, value)
             _set_name(self, value)
         except ValueError:
+            # A refused name changes nothing, at any level.
             for config, name in before:
                 setattr(config, INTERNAL, name)
             raise
         warn_replaced(self, saved, f"a {type(self).__name__} saved")
 
-    CONFIG._attn_implementation = property(stock.fget, setter, doc=stock.__doc__)
+    CONFIG._attn_implementation = property(stock.fget, set_implementation, doc=stock.__doc__)
 
 
 def _set_name(config, value: str | dict | None) -> None:
-    """Set the implementation of a config and of those below it, where a dict names them by their keys."""
+    """Set the implementation of a config and of the configs below it.
+
+    Args:
+        value: A name for all, or a dict of names by part, "" for the config itself.
+    """
     before = getattr(config, INTERNAL, None)
     if isinstance(value, dict):
         check_keys(config, value)
     name = value.get("", before) if isinstance(value, dict) else value
     setattr(config, INTERNAL, name)
+    # While a model loads, `resolve_stock` does this once its modules exist.
     if not LOADING.get() and marked(config):
         run_beneath(config, before if before in OURS else RUNNING)
     for key, part in sub_configs(config) if config.sub_configs else ():
@@ -125,27 +141,26 @@ def _set_name(config, value: str | dict | None) -> None:
 
 
 def allow_output_attentions() -> None:
-    """Let configs that run a name of ours have output_attentions=True, in the setter and at every save and load."""
+    """Allow output_attentions=True for our names: in the setter, and on every save and load."""
     stock: Any = inspect.getattr_static(PreTrainedConfig, "output_attentions")
 
-    def setter(self, value):
+    def set_output_attentions(self, value):
         if self._attn_implementation in OURS:
             self._output_attentions = value
         else:
             stock.fset(self, value)
 
-    CONFIG.output_attentions = property(stock.fget, setter, doc=stock.__doc__)
+    CONFIG.output_attentions = property(stock.fget, set_output_attentions, doc=stock.__doc__)
 
     @wrap("validate_output_attentions", PreTrainedConfig)
-    def validate(original, self):
+    def validate_for_our_names(original, self):
         if self._attn_implementation not in OURS:
             original(self)
 
+    # Every config class keeps its own list of validators, so the wrapped one replaces the original
+    # in each list.
     new = CONFIG.validate_output_attentions
-    for cls in (
-        PreTrainedConfig,
-        *subclasses(PreTrainedConfig),
-    ):  # each keeps a list of its validators
+    for cls in (PreTrainedConfig, *subclasses(PreTrainedConfig)):
         validators = vars(cls).get("__class_validators__", [])
         validators[:] = [new if v is new.__wrapped__ else v for v in validators]
 
@@ -154,13 +169,21 @@ def allow_output_attentions() -> None:
     "switch_to_cb_friendly_attn",
     import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager,
 )
-def _switch(original, self, model, *args, **kwargs):
+def _switch_attention(original, self, model, *args, **kwargs):
+    """Keep our names in continuous batching, and refuse mechanisms that need positions.
+
+    Raises:
+        ValueError: A mechanism needs the position of every key in its own text.
+    """
     if model.config._attn_implementation not in OURS:
         return original(self, model, *args, **kwargs)
+    # Mechanisms that run by name, and patched ones.
     running = {config._attn_implementation for config in all_configs(model)}
     mechanisms = [config for name, config in named_configs().items() if name in running]
     mechanisms += [
-        config for _, host in patched_hosts(model) for config in inner(host.hyper).mechanisms()
+        config
+        for _, host in patched_hosts(model)
+        for config in unwrap_hyper(host.hyper).mechanisms()
     ]
     for config in mechanisms:
         if config.positional:
@@ -174,6 +197,8 @@ def _switch(original, self, model, *args, **kwargs):
 
 @wrap("attn_mask_is_needed", import_module(f"{BATCHING}.input_outputs"))
 def _needs_mask(original, config):
+    # Without a mask the requests of a step would see each other.
+    """Return whether continuous batching must make a mask."""
     return config._attn_implementation in OURS or original(config)
 
 

@@ -1,8 +1,8 @@
-"""`convert`: changes of architecture, by mechanism, and what they put aside.
+"""`convert`: change a model's architecture by a mechanism, and keep what was replaced.
 
-A patch adds to a model and starts as the identity; a conversion replaces parts of it. A conversion is recorded where it
-can be recognised, by the model's class or by its modules, and where it was made in place it is rebuilt on reload before
-the weights come.
+A patch adds to a model and starts as the identity. A conversion replaces parts of the model. The
+model's class or its modules show that it was converted. If it was converted in place, a reload
+rebuilds the converted structure before the weights are loaded.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ from .modes import building_on
 from .offloaded import without_weights
 from .versions import warn_of_newer_versions
 
-#: Where a converted model keeps what it was made from; no part of its state dict, so that it is never saved.
+#: Attribute of a converted model: how to restore the original. It is not in the state dict, so it
+#: is never saved.
 ORIGINAL = "_hyperattn_original"
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How models are converted by one mechanism.
+    """How one mechanism converts models.
 
     Args:
-        run: `run(model, config, keep_original) -> converted model`, the same object where it is done in place. Whatever
-            goes wrong in it, and also where it is interrupted, the model is left as it was.
-        requested: whether a config of the mechanism asks for a conversion; it is then refused by `patch_model`.
-        done: whether a model is a result of it.
-        in_place: whether the model keeps its class. Its hosts then have a `hyper`, `unpatch_model` undoes both, and
-            what is in `REBUILDERS` brings it back.
-        composes: whether `run` also takes a `HyperAttnConfig`, with layers and with other mechanisms beside it.
-        learns: whether `run` also takes `examples=`, calls of the model that the result is fitted to.
+        run: `run(model, config, keep_original) -> converted model`, the same object if converted in
+            place. If it fails or is interrupted, the model must be unchanged.
+        requested: Whether a config of the mechanism asks for a conversion. `patch_model` refuses
+            such configs.
+        done: Whether a model is the result of this conversion.
+        in_place: Whether the model keeps its class. Its attention layers then have a `hyper`,
+            `unpatch_model` undoes patch and conversion, and `REBUILDERS` holds the function for
+            reloads.
+        composes: Whether `run` also takes a `HyperAttnConfig`, with a choice of layers and with
+            other mechanisms.
+        learns: Whether `run` also takes `examples=`, calls of the model that the result is fitted
+            to.
     """
 
     run: Callable[..., PreTrainedModel]
@@ -51,26 +56,31 @@ class Conversion:
 #: Conversions by the name of their mechanism.
 CONVERSIONS: dict[str, Conversion] = {}
 
-#: By mechanism, what gives a patched model that is being built its converted structure, for weights that come next;
-#: does nothing where the model was not converted. In modules of their own, which `hyperattn export` copies.
+#: By mechanism, the function that gives a patched model its converted structure before the weights
+#: are loaded. It does nothing for a model that was not converted. Each is in a module that
+#: `hyperattn export` copies.
 REBUILDERS: dict[str, Callable[[PreTrainedModel], None]] = {}
 
 
 def register_conversion(mechanism: str, conversion: Conversion) -> None:
-    """Make a conversion known; a second one for the same mechanism is refused."""
+    """Register the conversion of a mechanism.
+
+    Raises:
+        ValueError: The mechanism has one already.
+    """
     if mechanism in CONVERSIONS:
         raise ValueError(f"a conversion for {mechanism!r} is registered already")
     CONVERSIONS[mechanism] = conversion
 
 
 def conversion_for(config: MechanismConfig) -> Conversion | None:
-    """The conversion that a mechanism's config asks for; None where it is a patch."""
+    """Return the conversion that a mechanism's config asks for, or None for a patch."""
     conversion = CONVERSIONS.get(config.mechanism)
     return conversion if conversion is not None and conversion.requested(config) else None
 
 
 def refuse_conversions(config: HyperAttnConfig) -> None:
-    """Raise where a config for `patch_model` has a mechanism that only a conversion can bring."""
+    """Raise if a config for `patch_model` contains a mechanism that needs a conversion."""
     overrides = (
         mechanism for configs in (config.overrides or {}).values() for mechanism in configs
     )
@@ -83,19 +93,30 @@ def refuse_conversions(config: HyperAttnConfig) -> None:
 
 
 def conversion_of(model: PreTrainedModel) -> str | None:
-    """The mechanism by which a model was converted; None where it was not."""
+    """Return the mechanism that a model was converted by, or None."""
     return next((name for name, conversion in CONVERSIONS.items() if conversion.done(model)), None)
 
 
-def keep(model: PreTrainedModel, restore: Callable[[Any, Any], nn.Module], parts: object) -> None:
-    """Put aside what `unpatch_model` gives back, as `restore(converted, parts)`. It is in memory only: a saved
-    conversion comes back without it.
+def keep_parts(
+    model: PreTrainedModel, restore: Callable[[Any, Any], nn.Module], parts: object
+) -> None:
+    """Keep in memory what `unpatch_model` gives back.
+
+    A saved conversion comes back without it.
+
+    Args:
+        restore: `restore(converted, parts) -> original model`.
+        parts: Whatever `restore` needs.
     """
     model.__dict__[ORIGINAL] = restore, parts
 
 
 def give_back(model: PreTrainedModel, mechanism: str) -> nn.Module:
-    """The model as it was before its conversion; ValueError where that was not kept."""
+    """Return the model as it was before its conversion.
+
+    Raises:
+        ValueError: The original parts were not kept.
+    """
     if ORIGINAL not in model.__dict__:
         raise ValueError(
             f"{type(model).__name__} was converted by {mechanism}, which replaced parts of it, and what they were is "
@@ -103,13 +124,17 @@ def give_back(model: PreTrainedModel, mechanism: str) -> nn.Module:
             "the model is saved and loaded"
         )
     restore, parts = model.__dict__[ORIGINAL]
+    # If this fails, the parts stay, and the caller can try again.
     original = restore(model, parts)
     model.__dict__.pop(ORIGINAL, None)
     return original
 
 
-def rebuild(model: PreTrainedModel, config: HyperAttnConfig) -> None:
-    """Give a model that was patched for a reload the structure that its conversion left, where it was converted."""
+def rebuild_conversion(model: PreTrainedModel, config: HyperAttnConfig) -> None:
+    """Give a model that is patched for a reload its converted structure.
+
+    Models that were not converted stay as they are.
+    """
     for mechanism in config.mechanisms:
         if mechanism.mechanism in REBUILDERS:
             REBUILDERS[mechanism.mechanism](model)
@@ -118,7 +143,7 @@ def rebuild(model: PreTrainedModel, config: HyperAttnConfig) -> None:
 
 
 def refuse_ranks(model: PreTrainedModel, mechanism: str | None) -> None:
-    """Raise for a model that is converted by a mechanism, or is to be, where ranks share its heads."""
+    """Raise if tensor parallelism splits a model that is converted, or about to be."""
     if mechanism is not None and ranks_of(model) > 1:
         raise ValueError(
             f"{type(model).__name__} is cut into {ranks_of(model)} ranks by tensor parallelism, for which what a "
@@ -133,51 +158,58 @@ def convert(
     *,
     examples: Iterable[Mapping] | None = None,
 ) -> PreTrainedModel:
-    """Turn a pretrained model into one of another architecture: `HatConfig(...)`, `CollaborativeConfig(rank=...)`.
+    """Convert a pretrained model to another architecture.
 
-    Unlike a patch a conversion replaces parts of the model, starts as an approximation of it, and has no blend. The
-    result is saved and loaded like any model, with the plugin imported.
+    The config is a `HatConfig(...)` or a `CollaborativeConfig(rank=...)`, for example.
+    Unlike a patch, a conversion replaces parts of the model, starts as an approximation of it, and
+    has no blend mode. The result is saved and loaded like any model, with the plugin imported.
 
     Args:
-        model: a Transformers model, by itself; adapters are merged first, and it is not patched.
-        config: a mechanism's config that asks for a conversion. Where the conversion leaves the model its class
-            (collaborative), also a `HyperAttnConfig` that chooses layers or has other mechanisms beside it.
-        keep_original: keep in memory what is replaced, so that `unpatch_model` can give it back. It is never saved.
-        examples: calls of the model, each the keywords of one, such as what a tokenizer returns; collaborative then
-            keeps logits on what the model sees there, instead of weights as such.
+        model: A Transformers model without wrappers. Merge adapters first. It must not be patched.
+        config: A mechanism's config that asks for a conversion. If the conversion keeps the class
+            of the model (collaborative), also a `HyperAttnConfig` with a choice of layers or with
+            other mechanisms.
+        keep_original: Keep the replaced parts in memory, so that `unpatch_model` can give them
+            back. They are never saved.
+        examples: Calls of the model, each a dict of keywords such as a tokenizer returns.
+            Collaborative conversion then preserves the logits on these inputs, instead of the
+            weights.
 
     Returns:
-        The converted model: the same object where the conversion is made in place, else a new one.
+        The converted model: the same object if converted in place, else a new one.
 
     Raises:
-        ValueError: a mechanism without a conversion, a model that is converted or patched already, wrapped, or of a
-            family that cannot be converted. The model is left as it was.
+        ValueError: The mechanism has no conversion, or the model is converted, patched or wrapped
+            already, or of a family that cannot be converted. The model is unchanged.
     """
-    conversion, config = _conversion(config)
-    base = _checked(model)
+    # Refuse first, convert last: an error leaves the model unchanged.
+    conversion, config = _find_conversion(config)
+    base = _check_model(model)
     warn_of_newer_versions()
-    refuse_ranks(
-        base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism
-    )
+    first = config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config
+    refuse_ranks(base, first.mechanism)
     if not isinstance(keep_original, bool):
         refuse("keep_original", keep_original, "True or False")
     options = {}
     if examples is not None:
         if not conversion.learns:
-            mechanism = config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config
-            raise ValueError(f"{mechanism.mechanism} reads no examples; allowed: examples=None")
-        options["examples"] = _calls(examples)
+            raise ValueError(f"{first.mechanism} reads no examples; allowed: examples=None")
+        options["examples"] = _check_examples(examples)
+    # New modules are built on the model's kind of device, whatever default the caller has set.
     with building_on(without_weights([base]), type(base).__name__):
         return conversion.run(base, config, keep_original, **options)
 
 
-def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
-    """The examples as a list, where each can be the keywords of a call."""
-    calls = (
-        []
-        if isinstance(examples, Mapping | str) or not isinstance(examples, Iterable)
-        else list(examples)
-    )
+def _check_examples(examples: Iterable[Mapping]) -> list[Mapping]:
+    """Return the examples as a list of dicts, each the keywords of one call.
+
+    Raises:
+        ValueError: They are not a list of dicts, or empty.
+    """
+    # One dict is iterable too: a common mistake is to pass the tokenizer's output without a list
+    # around it.
+    is_one = isinstance(examples, Mapping | str)
+    calls = [] if is_one or not isinstance(examples, Iterable) else list(examples)
     if not calls or not all(isinstance(call, Mapping) for call in calls):
         example = "[tokenizer(texts, return_tensors='pt', padding=True)]"
         refuse(
@@ -188,10 +220,15 @@ def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
     return calls
 
 
-def _conversion(
+def _find_conversion(
     config: MechanismConfig | HyperAttnConfig,
 ) -> tuple[Conversion, MechanismConfig | HyperAttnConfig]:
-    """The conversion that a config asks for, and the config in the form that it takes."""
+    """Return the conversion that a config asks for, and the config in the form that it takes.
+
+    Raises:
+        ValueError: No mechanism of the config asks for a conversion, or it cannot be combined as
+            given.
+    """
     mechanisms = config.mechanisms if isinstance(config, HyperAttnConfig) else (config,)
     names = ", ".join(sorted(CONVERSIONS)) or "none registered"
     if not mechanisms or not all(
@@ -208,6 +245,7 @@ def _conversion(
             f"patch_model is for it, and conversions are: {names}"
         )
     if isinstance(config, HyperAttnConfig) and not conversion.composes:
+        # Any setting but the default would be lost.
         if len(mechanisms) > 1 or config != HyperAttnConfig(mechanisms):
             raise ValueError(
                 f"{mechanisms[0].mechanism} converts a whole model by itself; allowed: its config alone, and "
@@ -217,8 +255,12 @@ def _conversion(
     return conversion, config
 
 
-def _checked(model: nn.Module) -> PreTrainedModel:
-    """The model, where it can be converted."""
+def _check_model(model: nn.Module) -> PreTrainedModel:
+    """Return the model if it can be converted.
+
+    Raises:
+        ValueError: It is wrapped, converted or patched already, or runs a mechanism by name.
+    """
     if not isinstance(model, PreTrainedModel):
         advice = inner_models_of(model) if isinstance(model, nn.Module) else ""
         raise ValueError(
@@ -240,7 +282,11 @@ def _checked(model: nn.Module) -> PreTrainedModel:
 
 
 def refuse_by_name(model: PreTrainedModel, what: str) -> None:
-    """Raise before `what` where the config holds parameters of mechanisms that are used by name."""
+    """Raise if the model's config holds parameters of mechanisms that run by name.
+
+    Args:
+        what: The operation that is refused, for the error.
+    """
     if (
         getattr(model.config, "hyperattn", None) is not None
         and recorded_hosts(model.config) is None

@@ -1,9 +1,10 @@
-"""Copies of this package's modules as flat files, the form in which Transformers loads code from a repository.
+"""Copy modules of this package as flat files, the form in which Transformers loads remote code.
 
-Transformers copies a modelling file and, by a regular expression, the files that it imports as `from .name import`,
-all in one folder. So `hf_hyperattn.engines.score` becomes `hyperattn_engines_score.py`, and every relative import is
-written anew. Nothing else in a file changes, but for the names of operators: an operator belongs to the whole process,
-and two exported checkpoints must not take each other's.
+Transformers copies a modelling file, and finds the files that it imports (`from .name import`) by a
+regular expression, all in one folder. So `hf_hyperattn.engines.score` becomes
+`hyperattn_engines_score.py`, and every relative import is rewritten. The only other change is the
+names of operators: an operator is registered for the whole process, and two exported checkpoints
+must not use each other's.
 """
 
 from __future__ import annotations
@@ -18,65 +19,78 @@ from types import ModuleType
 
 PACKAGE = __name__.split(".")[0]
 PREFIX = "hyperattn"
+#: The name of an operator in a source file: "hf_hyperattn::name".
 OPERATOR = re.compile(rf'"{PACKAGE}::(\w+)"')
-#: The operator's name with a namespace made of the module's own name, which differs from repository to repository.
+#: The replacement. Its namespace is a hash of the copied module's name, which differs between
+#: repositories.
 OWN_OPERATOR = (
     f'"{PACKAGE}_" + __import__("hashlib").sha256(__name__.encode()).hexdigest()[:12] + "::\\1"'
 )
 
 
 def flat_name(module: str) -> str:
-    """`hf_hyperattn.engines.score` -> `hyperattn_engines_score`."""
+    """Return the flat name: `hf_hyperattn.engines.score` -> `hyperattn_engines_score`."""
     return "_".join([PREFIX, *module.split(".")[1:]])
 
 
 def flat_copies(roots: Iterable[str], header: str) -> dict[str, str]:
-    """Flat copies of the modules named and of all modules of the package that they import.
+    """Return flat copies of modules, and of all modules of the package that they import.
 
     Args:
-        roots: full module names.
-        header: comment lines to stand first in every file; `{path}` becomes the path of the original.
+        roots: Full module names.
+        header: Comment lines at the start of every file. `{path}` becomes the path of the original.
 
     Returns:
-        File name -> text.
+        The text of each file, by file name.
+
+    Raises:
+        ValueError: A module has no source file.
     """
     files: dict[str, str] = {}
     waiting = list(roots)
     while waiting:
         module = waiting.pop()
-        if f"{flat_name(module)}.py" not in files:
-            spec = importlib.util.find_spec(module)
-            if spec is None or spec.origin is None:
-                raise ValueError(f"{module} has no source that could be copied")
-            origin, is_package = Path(spec.origin), spec.submodule_search_locations is not None
-            text, imported = flattened(origin.read_text(encoding="utf-8"), module, is_package)
-            path = "/".join(module.split(".")) + ("/__init__.py" if is_package else ".py")
-            files[f"{flat_name(module)}.py"] = header.format(path=path) + text
-            waiting += imported
+        file = f"{flat_name(module)}.py"
+        if file in files:
+            continue
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"{module} has no source that could be copied")
+        is_package = spec.submodule_search_locations is not None
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        text, imported = flatten_source(source, module, is_package)
+        path = "/".join(module.split(".")) + ("/__init__.py" if is_package else ".py")
+        files[file] = header.format(path=path) + text
+        waiting += imported
     return dict(sorted(files.items()))
 
 
-def flattened(source: str, module: str, is_package: bool) -> tuple[str, list[str]]:
-    """A module's source with flat imports, and the modules that it imports."""
-    lines, imported = source.splitlines(), list[str]()
+def flatten_source(source: str, module: str, is_package: bool) -> tuple[str, list[str]]:
+    """Return a module's source with flat imports, and the modules that it imports."""
+    lines = source.splitlines()
+    imported: list[str] = []
     nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.level]
+    # From the last import to the first, so that line numbers above stay valid.
     for node in sorted(nodes, key=lambda n: n.lineno, reverse=True):
+        # One leading dot is the package of the module. Every further dot is one level up.
         above = module.split(".") if is_package else module.split(".")[:-1]
         package = ".".join([*above[: len(above) - node.level + 1], *filter(None, [node.module])])
-        written = list(_imports(package, node.names, imported))
+        written = list(_rewrite_import(package, node.names, imported))
         lines[node.lineno - 1 : node.end_lineno] = [
             " " * node.col_offset + line for line in written
         ]
     return OPERATOR.sub(OWN_OPERATOR, "\n".join(lines) + "\n"), imported
 
 
-def _imports(package: str, names: list[ast.alias], imported: list[str]) -> Iterator[str]:
-    """The lines that take the place of one relative import."""
+def _rewrite_import(package: str, names: list[ast.alias], imported: list[str]) -> Iterator[str]:
+    """Yield the lines that replace one relative import, and add its modules to `imported`."""
     plain = []
     for alias in names:
         if is_module(package, alias.name):
             imported.append(f"{package}.{alias.name}")
             known = alias.asname or alias.name
+            # Transformers' regular expression needs `from .name import`, which cannot import the
+            # module itself. So the module's name is imported, and the module looked up by it.
             yield f"from .{flat_name(imported[-1])} import __name__ as _{known}"
             yield f'{known} = __import__("sys").modules[_{known}]'
         else:
@@ -87,7 +101,11 @@ def _imports(package: str, names: list[ast.alias], imported: list[str]) -> Itera
 
 
 def is_module(package: str, name: str) -> bool:
-    """Whether a name that is imported from a package is a module: a function may have the name of the one it is in."""
+    """Return whether a name imported from a package is a module.
+
+    A function may have the same name as the module that defines it. The attribute of the package
+    then decides.
+    """
     try:
         there = importlib.util.find_spec(f"{package}.{name}") is not None
     except ModuleNotFoundError:

@@ -1,7 +1,9 @@
-"""One warning where a script's own optimizer decays what a patch added; the Trainer and `parameter_groups` do not.
+"""Warn once if an optimizer applies weight decay to added parameters.
 
-Added parameters start at zero, so weight decay undoes what they learn. Torch calls a hook before the step of any
-optimizer. It looks at optimizers until one of them has added parameters, and does nothing from then on.
+Added parameters start at zero, so weight decay undoes what they learn. The Trainer and
+`parameter_groups` exclude them; a script's own optimizer may not. Torch calls a hook before the
+step of any optimizer. The hook looks at optimizers until one of them has added parameters, and does
+nothing afterwards.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ logger = logging.getLogger("hf_hyperattn")
 
 
 class DecayWatch:
-    """The hook before the first step of optimizers.
+    """Hook before the first step of optimizers.
 
     Attributes:
-        handle: of the hook, while it is registered.
-        done: whether an optimizer of added parameters was looked at.
-        warned: whether this process has been warned.
-        seen: optimizers that have no added parameters.
+        handle: Handle of the hook while it is registered.
+        done: Whether an optimizer with added parameters was checked.
+        warned: Whether this process has been warned.
+        seen: Optimizers without added parameters.
     """
 
     def __init__(self) -> None:
@@ -36,27 +38,29 @@ class DecayWatch:
         self.warned = False
         self.seen: WeakSet[Optimizer] = WeakSet()
 
-    def begin(self, model: PreTrainedModel) -> None:
-        """Look at the optimizers that will train a model which is being patched."""
+    def watch_model(self, model: PreTrainedModel) -> None:
+        """Check the optimizers that will train a model, which is being patched now."""
         MODELS.add(model)
+        # A finished hook could not remove itself, so a new one replaces it here.
         if self.handle is not None and self.done:
             self.handle.remove()
             self.handle = None
         if self.handle is None and not self.warned:
             self.done = False
-            self.handle = register_optimizer_step_pre_hook(self.look)
+            self.handle = register_optimizer_step_pre_hook(self.check_optimizer)
 
-    def look(self, optimizer: Optimizer, args: tuple, keywords: dict) -> None:
-        """The hook: warn if an optimizer decays added parameters."""
-        # Torch is reading its hooks right now, so that none can be removed: this one does nothing any more.
+    def check_optimizer(self, optimizer: Optimizer, args: tuple, keywords: dict) -> None:
+        """Warn if an optimizer decays added parameters. This is the hook."""
+        # Torch iterates over its hooks now, so this one cannot be removed when it is done. It
+        # returns instead.
         if self.done or torch.compiler.is_compiling() or optimizer in self.seen:
             return
         names = added_names()
         ours = [
-            (p, g)
-            for g in optimizer.param_groups
-            for p in g["params"]
-            if p.requires_grad and id(p) in names
+            (parameter, group)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) in names
         ]
         if not ours:
             self.seen.add(optimizer)
@@ -66,8 +70,10 @@ class DecayWatch:
         if decayed and not self.warned:
             self.warned = True
             parameter, group = decayed[0]
-            decay, optimizer_name = float(group["weight_decay"]), type(optimizer).__name__
-            rate = group.get("lr")  # Adafactor may choose the rate by itself.
+            decay = float(group["weight_decay"])
+            optimizer_name = type(optimizer).__name__
+            # Adafactor may choose the rate by itself, and then has none here.
+            rate = group.get("lr")
             learning_rate = "LR" if rate is None else f"{float(rate):g}"
             rates = f"lr={learning_rate}, hyper_lr=1e-2, weight_decay={decay:g}"
             logger.warning(
@@ -79,14 +85,15 @@ class DecayWatch:
 
 
 def added_names() -> dict[int, str]:
-    """The names of all parameters that patches added to living models, by their ids."""
+    """Return the names of all parameters that patches added to living models, by id."""
     names: dict[int, str] = {}
-    for reference in tuple(MODELS.data):  # at once: other threads may build models
+    # Copy first: other threads may build models, and change the set, during the loop.
+    for reference in tuple(MODELS.data):
         model = reference()
         for host, module in patched_hosts(model) if model is not None else ():
             for name, parameter in module.hyper.named_parameters():
                 in_this_model = f"{host}.hyper.{name}"
-                # Parts of a model are models too: the longest name is that in the whole.
+                # Parts of a model are models too. The longest name is the one in the whole model.
                 names[id(parameter)] = max(names.get(id(parameter), ""), in_this_model, key=len)
     return names
 

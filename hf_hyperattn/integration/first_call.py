@@ -1,7 +1,8 @@
-"""The check that the first call of an attention layer reaches the mechanism.
+"""Check that the first call of an attention layer reaches its mechanism.
 
-A layer whose `forward` was replaced, or written anew in a subclass, may compute its attention by itself. Then the model
-would run, and learn, without the mechanism. So a layer is watched until its first call has reached us.
+A layer whose `forward` was replaced, or overridden in a subclass, may compute attention by itself.
+The model would then run, and learn, without the mechanism. So every layer is watched until one of
+its calls has reached our attention function.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from .class_swap import unwrap_forward
 from .hosts import INTERFACE, find_hosts, interface_callers, names_in
 from .stock import OURS, PATCHED, RUNNING
 
-#: Where a watched attention layer keeps its name in the model.
+#: Attribute of a watched attention layer: its name in the model.
 WATCHED = "_hyperattn_watched"
-#: The code of the forward with which each layer has reached a mechanism. Not on the layer: code cannot be pickled.
+#: By attention layer, the code of the forward that reached a mechanism. It is no attribute, because
+#: code objects cannot be pickled with the layer.
 REACHED: WeakKeyDictionary[nn.Module, frozenset] = WeakKeyDictionary()
 
 
 def watch_first_calls(model: nn.Module) -> None:
-    """Watch every attention layer that runs a mechanism, by a patch or by name, and no other one.
+    """Watch every attention layer that runs a mechanism, by a patch or by name.
 
-    A layer that has reached a mechanism with the forward that it has now is not watched again: it may be running, past
-    the place where it calls attention, in this thread or in another one.
+    A layer whose current forward has reached a mechanism before is not watched again. It may be
+    running now, past the place where it calls attention, in this thread or in another one.
     """
     for module in model.modules():
         stop_watching(module)
@@ -41,13 +43,16 @@ def watch_first_calls(model: nn.Module) -> None:
 
 
 def note_reached(host: nn.Module) -> None:
-    """End the watch of an attention layer whose call has reached a mechanism; `attention_function` calls this."""
+    """Stop watching an attention layer that has reached a mechanism.
+
+    `attention_function` calls this.
+    """
     REACHED[host] = code_of_forward(host)
     stop_watching(host)
 
 
 def stop_watching(host: nn.Module) -> None:
-    """Undo the watch of one attention layer."""
+    """Remove the watch from one attention layer."""
     if host.__dict__.pop(WATCHED, None) is None:
         return
     for key, hook in tuple(host._forward_hooks.items()):
@@ -56,34 +61,36 @@ def stop_watching(host: nn.Module) -> None:
 
 
 def runs_mechanism(host: Any) -> bool:
-    """Whether a layer has a mechanism, or asks for one by its name."""
+    """Return whether a layer is patched, or runs a mechanism by name."""
     name = getattr(getattr(host, "config", None), "_attn_implementation", None)
     return name in OURS and ("hyper" in host._modules or name not in (PATCHED, RUNNING))
 
 
 def check_reached(host: Any, args: tuple, output: Any) -> None:
-    """Raise, as a forward hook, if a call of a watched layer has ended and nothing of ours was called in it.
+    """Raise if a watched call has ended without reaching our attention function.
 
-    The attention function ends the watch, which removes this hook before it would run.
+    This is a forward hook. A call that reaches the attention function removes it before it would
+    run.
 
     Raises:
         ValueError: The layer's `forward` computes attention by itself.
     """
     if torch.compiler.is_compiling():
-        return  # The attention function is compiled too, and notes nothing: a note would be an effect of every call.
+        # A compiled attention function notes nothing, since a note would be a side effect of every
+        # call.
+        return
     if WATCHED not in host.__dict__:
-        return  # Another thread has just ended the watch.
+        # Another thread has just ended the watch.
+        return
     forward = host.forward
+    # A forward that was compiled by itself notes nothing either, so its code is read instead.
     if not runs_mechanism(host) or (
         is_compiled(forward) and leads_to_interface(forward, type(host))
     ):
         return stop_watching(host)
-    patched = "hyper" in host._modules
-    without = (
-        "a patch that leaves this layer out (layers=...)"
-        if patched
-        else "set_attn_implementation('sdpa')"
-    )
+    without = "set_attn_implementation('sdpa')"
+    if "hyper" in host._modules:
+        without = "a patch that leaves this layer out (layers=...)"
     raise ValueError(
         f"{host.__dict__[WATCHED]} ran without the mechanism that it was given, since its forward "
         f"({describe_forward(host)}) did not call Transformers' attention interface; allowed: a forward that calls "
@@ -92,9 +99,10 @@ def check_reached(host: Any, args: tuple, output: Any) -> None:
 
 
 def code_of_forward(host: nn.Module) -> frozenset:
-    """Return the code of a layer's forward and of all that it wraps, without the wrapper of `hidden.py`.
+    """Return the code of a layer's forward and of everything that it wraps.
 
-    That wrapper comes and goes as adapters are switched, also while the layer runs.
+    The wrapper from `hidden.py` is skipped: it comes and goes as adapters are switched, even while
+    the layer runs.
     """
     cls: Any = type(host)
     forward = host.__dict__.get("forward", vars(cls).get("class_before", cls).forward)
@@ -102,12 +110,12 @@ def code_of_forward(host: nn.Module) -> frozenset:
 
 
 def is_compiled(forward: Callable) -> bool:
-    """Whether `torch.compile` made a forward, or one that it wraps."""
+    """Return whether `torch.compile` made a forward, or one that it wraps."""
     return any(hasattr(part, "_torchdynamo_orig_callable") for part in unwrap_forward(forward))
 
 
 def leads_to_interface(forward: Callable, cls: type) -> bool:
-    """Whether the code of a forward calls the attention interface, directly or by a method of its class."""
+    """Return whether a forward calls the attention interface, directly or by a method of its class."""
     callers = {method.__name__ for method in interface_callers(cls)}
     codes = (getattr(part, "__code__", None) for part in unwrap_forward(forward))
     names = {name for code in codes if isinstance(code, CodeType) for name in names_in(code)}
@@ -115,7 +123,7 @@ def leads_to_interface(forward: Callable, cls: type) -> bool:
 
 
 def describe_forward(host: Any) -> str:
-    """Return where the forward of a layer comes from, for an error."""
+    """Return where a layer's forward comes from, for an error."""
     forward = inspect.unwrap(getattr(host.forward, "__func__", host.forward))
     if isinstance(forward, functools.partial):
         forward = forward.func

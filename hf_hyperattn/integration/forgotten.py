@@ -1,7 +1,8 @@
-"""The keys and values that a cache hands out once it may forget some: only the attention it was made for may use them.
+"""Placeholder keys and values of a cache that evicts tokens.
 
-Transformers passes what a cache returns on to any attention. There these tensors raise an error at the first operation,
-so that no model computes with numbers that are not there.
+Transformers passes on what a cache returns to any attention. Only the attention that the cache was
+made for can use an evicting one. For any other code these tensors raise at the first operation, so
+no model computes with missing numbers.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ REFUSAL = (
 
 
 class ForgottenTokens(Tensor):
-    """A tensor that has a shape, a dtype and a device, and no numbers: every operation raises a `ValueError`.
+    """A tensor with shape, dtype and device, but without numbers.
+
+    Every operation on it raises a `ValueError`.
 
     Args:
-        shown: The placeholder that the cache made, which hsa and sparse rules find the cache by.
+        shown: Placeholder that the cache made. HSA and sparse layers find the cache by it.
     """
 
     shown: Tensor
-    # Names such as `shape` need no override; operations arrive in `__torch_dispatch__`.
+    # Attributes such as `shape` work without an override. Operations arrive in
+    # `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore
 
     @staticmethod
@@ -47,7 +51,8 @@ class ForgottenTokens(Tensor):
     def __repr__(self, *, tensor_contents=None):
         return f"<{EVICTING}: {tuple(self.shape)}, {self.dtype}>"
 
-    # Copies and pickles of a cache are caches of their own.
+    # A copied cache must have a placeholder of its own: the original one belongs to the original
+    # cache.
     def __deepcopy__(self, memo: dict) -> ForgottenTokens:
         return type(self)(self.shown.clone())
 
@@ -56,18 +61,22 @@ class ForgottenTokens(Tensor):
 
 
 def open_forgotten(layers: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the placeholders of a call for the one layer that reads from the cache itself.
+    """Return the placeholders of a call, for the one layer that reads the cache itself.
 
     Args:
-        layers: The `Layers` of the call, or a function in their place.
-        key, value: Of the call; one of them is a `ForgottenTokens`.
+        layers: `Layers` of the call, or the function that runs in their place.
+        key, value: Keys and values of the call. At least one is a `ForgottenTokens`.
 
     Raises:
-        ValueError: Something else than the cache would be read.
+        ValueError: Something other than that layer would read the tensors.
     """
+    # The keys are gone, so the call must have exactly one layer, and that layer must replace the
+    # original attention.
     each = list(layers.children()) if isinstance(layers, nn.Module) else []
     reads_cache = len(each) == 1 and each[0].reads_forgotten and each[0].mode == "replace"
     opened = tuple(t.shown if isinstance(t, ForgottenTokens) else t for t in (key, value))
+    # Both tensors must come from the same cache, unchanged: a computed tensor has no cache
+    # attached.
     caches = {attached_to(tensor, LayerCache) for tensor in opened}
     if not reads_cache or len(caches) != 1 or None in caches:
         raise ValueError(REFUSAL)

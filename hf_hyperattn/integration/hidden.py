@@ -1,8 +1,9 @@
-"""The hidden states that an attention layer computes from, on their way to mechanisms that read them.
+"""Hand the hidden states of an attention layer to mechanisms that read them.
 
-Attention functions get queries, keys and values, but not the hidden states these were made from. So a patched attention
-layer with such a mechanism becomes an instance of a subclass of its class, whose `forward` notes its first input. A
-forward pre-hook would not do: other hooks, and the `forward` of Accelerate, change the input after it.
+Attention functions get queries, keys and values, but not the hidden states that these were computed
+from. A patched attention layer with such a mechanism therefore becomes an instance of a subclass,
+whose `forward` notes its first input. A forward pre-hook would not work: other hooks, and the
+`forward` of Accelerate, change the input after it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from .class_swap import swap_class, wraps_forward
 
-#: Where a host keeps its `HiddenStates`.
+#: Attribute of an attention layer: its `HiddenStates`.
 HIDDEN = "_hyperattn_hidden"
 
 GRID = "the rows and columns of an image [B, height, width, C]"
-#: Hosts whose hidden states come in another form than [B, N, C], by their file and class.
+#: Attention layers, by file and class, whose hidden states are not [B, N, C]. The values describe
+#: what they get, for an error.
 OTHER_FORMS = {
     "modeling_fsmt.Attention": "them with the batch behind the length [N, B, C]",
     "modeling_granite_speech5.GraniteSpeech5EncoderAttention": "a whole row, and attends to one block at a time",
@@ -39,15 +41,19 @@ OTHER_FORMS = {
 
 
 class HiddenStates(threading.local):
-    """What a host is being called with in this thread; copies of the host start with nothing.
+    """The hidden states of the running call of an attention layer, in this thread.
+
+    Copies of the layer start without any.
 
     Args:
-        readers: the names of the mechanisms that read it.
+        readers: Names of the mechanisms that read the states.
     """
 
-    def __init__(self, readers: str):  # in every thread anew
+    # `threading.local` calls this again in every thread.
+    def __init__(self, readers: str):
         self.readers = readers
-        #: The hidden states, or None if there are none, and how many of their rows were read; None outside of calls.
+        #: Hidden states of the call (None if it has none), and the number of rows read so far. None
+        #: outside of calls.
         self.call: tuple[Tensor | None, int] | None = None
 
     def __reduce__(self):
@@ -55,24 +61,27 @@ class HiddenStates(threading.local):
 
 
 class NotesHidden:
-    """Marks the subclasses made here.
+    """Base of the subclasses that `noting_class` makes.
 
     Attributes:
-        class_before: what it is a subclass of.
-        packed: whether `forward` gets several images as the rows of one (`cu_seqlens`), and attends to each by itself.
+        class_before: The original class.
+        packed: Whether `forward` gets several images as the rows of one tensor (`cu_seqlens`), and
+            attends to each image by itself.
     """
 
     class_before: type
     packed: bool
 
     def __reduce_ex__(self, protocol):
-        # The class is known under the name of the one before it, so pickle has to be told how to make it again.
+        # The subclass has the name of the original class, so pickle would restore the wrong one
+        # without this.
         before: Any = type(self).class_before
         make, arguments, *_ = before.__reduce_ex__(before.__new__(before), protocol)
         return _make_noting, (make, arguments), self.__dict__
 
 
 def _make_noting(make: Callable, arguments: tuple) -> nn.Module:
+    """Rebuild a pickled attention layer: first the original class, then the subclass."""
     module = make(*arguments)
     stock: Any = type(module)
     module.__class__ = noting_class(stock)
@@ -81,21 +90,29 @@ def _make_noting(make: Callable, arguments: tuple) -> nn.Module:
 
 @functools.cache
 def noting_class(before: Any) -> type:
-    """The subclass of an attention layer's class whose `forward` notes the hidden states while it runs."""
+    """Return the subclass whose `forward` notes the hidden states while it runs.
+
+    Args:
+        before: The class of the attention layer.
+    """
     original = before.forward
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         states = self.__dict__.get(HIDDEN)
-        if states is None:  # a wrapper of the class, such as FSDP's, has outlived the patch
+        if states is None:
+            # A wrapper of the class, such as FSDP's, has outlived the patch.
             return original(self, *args, **kwargs)
-        hidden, around = kwargs.get("hidden_states", args[0] if args else None), states.call
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        # A layer may run again inside its own call, so the outer call comes back at the end.
+        outer_call = states.call
         states.call = (hidden if isinstance(hidden, Tensor) else None, 0)
         try:
             return original(self, *args, **kwargs)
         finally:
-            states.call = around
+            states.call = outer_call
 
+    # Tools find modules by class name (`_no_split_modules`), so the name stays the original one.
     body = {name: getattr(before, name) for name in ("__module__", "__qualname__", "__doc__")}
     packed = "cu_seqlens" in inspect.signature(original).parameters
     body |= {"class_before": before, "packed": packed, "forward": forward}
@@ -103,34 +120,37 @@ def noting_class(before: Any) -> type:
 
 
 def readers_of(hyper: nn.Module) -> str:
-    """The names of the mechanisms in a `Hyper` that read hidden states; "" for none."""
-    return " and ".join(
-        map(attrgetter("config.mechanism"), filter(attrgetter("reads_hidden"), hyper.children()))
-    )
+    """Return the names of a `Hyper`'s mechanisms that read hidden states; "" for none."""
+    readers = filter(attrgetter("reads_hidden"), hyper.children())
+    return " and ".join(map(attrgetter("config.mechanism"), readers))
 
 
 def form_of_hidden(host: nn.Module) -> str | None:
-    """The form of a host's hidden states, for a message, if they are not known to have a row for each query."""
+    """Return the form of a layer's hidden states if it is not [B, N, C], for an error."""
     cls: Any = type(host)
     return OTHER_FORMS.get(f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}")
 
 
 def check_forward(name: str, host: nn.Module, hyper: nn.Module) -> None:
-    """Raise if the `forward` of a host was replaced on the instance, so that `note_hidden` would not reach it.
+    """Raise if an attention layer's `forward` was replaced on the instance.
 
-    A function that wraps the forward of the class, and says so, is followed: see `swap_class`.
+    `note_hidden` would not reach it. A function that wraps the forward of the class, and declares
+    it, is followed: see `swap_class`.
 
     Args:
-        name: of the host.
-        hyper: the `Hyper` that the host is to get.
+        name: Name of the attention layer.
+        hyper: The `Hyper` that the layer will get.
+
+    Raises:
+        ValueError: A mechanism reads hidden states, and the forward is not the one of the class.
     """
     readers = readers_of(hyper)
     if not readers or HIDDEN in host.__dict__:
         return
-    place = (
-        "_old_forward" if "_hf_hook" in host.__dict__ else "forward"
-    )  # Accelerate keeps there what it wraps
-    replaced, own = host.__dict__.get(place), type(host).forward
+    # Accelerate keeps the forward that it wraps as `_old_forward`.
+    place = "_old_forward" if "_hf_hook" in host.__dict__ else "forward"
+    replaced = host.__dict__.get(place)
+    own = type(host).forward
     is_own = (
         replaced is None
         or getattr(replaced, "__func__", None) is own
@@ -146,7 +166,11 @@ def check_forward(name: str, host: nn.Module, hyper: nn.Module) -> None:
 
 
 def note_hidden(hosts: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-    """Let each host note its hidden states if a layer of its `Hyper`, given with it, reads them."""
+    """Let attention layers note their hidden states if a mechanism reads them.
+
+    Args:
+        hosts: Pairs of an attention layer and its `Hyper`.
+    """
     for host, hyper in hosts:
         if readers := readers_of(hyper):
             setattr(host, HIDDEN, HiddenStates(readers))
@@ -162,10 +186,13 @@ def stop_noting(host: nn.Module) -> None:
 
 
 def hidden_states_of_call(host: nn.Module, queries: int) -> Tensor | None:
-    """The hidden states [B, N, width] of the running call; None where no layer reads them.
+    """Return the hidden states [B, N, width] of the running call, or None if no layer reads them.
+
+    Args:
+        queries: N, the number of queries of the call.
 
     Raises:
-        ValueError: the host was called with something else.
+        ValueError: The attention layer was called with hidden states of another form, or without.
     """
     states = getattr(host, HIDDEN, None)
     if states is None:
@@ -179,9 +206,9 @@ def hidden_states_of_call(host: nn.Module, queries: int) -> Tensor | None:
     hidden, read = states.call
     if hidden is not None and getattr(host, "packed", False):
         hidden = hidden[None] if hidden.dim() == 2 else hidden
-        if (
-            hidden.shape[0] == 1 and read + queries <= hidden.shape[1] > queries
-        ):  # one image after the other
+        # A packed layer attends to one image after the other. The next image begins where the last
+        # one ended.
+        if hidden.shape[0] == 1 and read + queries <= hidden.shape[1] > queries:
             states.call = (hidden, read + queries)
             hidden = hidden[:, read : read + queries]
     if hidden is None or hidden.dim() < 3 or hidden.shape[-2] != queries:

@@ -1,8 +1,10 @@
-"""Models that take `hierarchy=`: in a call, in `generate`, and as a column that the Trainer keeps.
+"""Let models take `hierarchy=`: in a call, in `generate`, and as a dataset column that the Trainer
+keeps.
 
-`generate` and the Trainer look at the signature of `forward`, so a model that is patched with a mechanism that reads
-hierarchies becomes an instance of a subclass of its class, under the same module path and name, whose `forward` has
-one argument more. The same is done to its parts that can be called by themselves.
+`generate` and the Trainer read the signature of `forward`. A model that is patched with a
+hierarchical mechanism therefore becomes an instance of a subclass, with the same module path and
+name, whose `forward` has one more argument. The same happens to its parts that can be called by
+themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
 from ..registry import MECHANISMS
-from .checkpoint_config import inner, patched_hosts, tree
+from .checkpoint_config import list_configs, patched_hosts, unwrap_hyper
 from .class_swap import swap_class
 from .hierarchy_context import (
     CONTEXT,
@@ -33,7 +35,7 @@ from .hosts import find_hosts, is_cross_attention
 
 NAME = "hierarchy"
 
-#: The methods with which `generate` runs an encoder, by version of Transformers.
+#: Methods with which `generate` runs an encoder. Their names depend on the version of Transformers.
 ENCODING = (
     "_prepare_encoder_decoder_kwargs_for_generation",
     "_maybe_prepare_encoder_kwargs_for_generation",
@@ -41,27 +43,34 @@ ENCODING = (
 
 
 class Accepting:
-    """Marks the subclasses made here."""
+    """Base of the subclasses that `accepting_class` makes.
+
+    Attributes:
+        stock_class: The original class.
+    """
 
     stock_class: type
 
     def __reduce_ex__(self, protocol):
-        # The class is known under the stock name, so pickle has to be told how to make it again.
-        return _empty, (type(self).stock_class,), self.__dict__
+        # The subclass has the name of the original class, so pickle would restore the wrong one
+        # without this.
+        return _make_empty, (type(self).stock_class,), self.__dict__
 
 
-def _empty(stock: Any) -> nn.Module:
+def _make_empty(stock: Any) -> nn.Module:
+    """Return an instance without attributes, which unpickling fills."""
     cls: Any = accepting_class(stock)
     return cls.__new__(cls)
 
 
 @functools.cache
 def accepting_class(stock: Any) -> type:
-    """The subclass of a model class whose `forward` takes `hierarchy`."""
+    """Return the subclass of a model class whose `forward` takes `hierarchy`."""
     original = stock.forward
     signature = inspect.signature(original)
     parameters = list(signature.parameters.values())
     new = inspect.Parameter(NAME, inspect.Parameter.KEYWORD_ONLY, default=None)
+    # The new parameter stands before **kwargs, if there are any.
     end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
 
     @functools.wraps(original)
@@ -73,11 +82,13 @@ def accepting_class(stock: Any) -> type:
             if context.part is None and torch.is_grad_enabled():
                 wrap_checkpoints(self, context)
         elif hierarchy is None and context.hierarchy is None:
-            return original(self, *args, **kwargs)  # a graph without writes to the context
+            # A call without hierarchies is compiled to a graph that does not write to the context.
+            return original(self, *args, **kwargs)
         hierarchy = inherited_hierarchy(self) if hierarchy is None else hierarchy
         return use_hierarchy(context, name, hierarchy, original, self, *args, **kwargs)
 
     parameters.insert(end, new)
+    # By `setattr`, since type checkers know no such attribute of a function.
     setattr(forward, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
     body = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"stock_class": stock, "forward": forward}
@@ -87,11 +98,11 @@ def accepting_class(stock: Any) -> type:
 
 
 def generation_methods(stock: Any) -> dict:
-    """What `generate` needs beyond the signature of `forward`.
+    """Return the methods that make `generate` pass the hierarchy on.
 
-    It hands the hierarchy to every call of `forward` and of the encoder that is about its rows; what else is called
-    while it runs (logits processors, the pass without prompt of `guidance_scale`) gets none. The hierarchy stays at the
-    length of the prompt: attention extends it to the keys there are.
+    The hierarchy goes to every call of `forward` and of the encoder that processes its rows. Other
+    calls during generation (logits processors, the pass without prompt of `guidance_scale`) get
+    none. The hierarchy keeps the length of the prompt: attention extends it to the number of keys.
     """
     generation = stock.generate
     prepare: Any = getattr(stock, "prepare_inputs_for_generation", None)
@@ -106,7 +117,9 @@ def generation_methods(stock: Any) -> dict:
             check_hierarchy(self, hierarchy)
             if prepare:
                 kwargs[NAME] = hierarchy
-        # A family's own `generate` calls parts without the keyword, and where it prepares no inputs the whole as well.
+        # `generate` of the mixin passes the keyword on. A family's own `generate` calls its parts
+        # without it, so they inherit from the context. If it prepares no inputs, the whole model
+        # must inherit, too: a shorter name makes the model a part of the running call.
         inside = name if prepare else name[:-1]
         for_parts = hierarchy if family_generates else None
         return use_hierarchy(context, inside, for_parts, generation, self, *args, **kwargs)
@@ -115,26 +128,33 @@ def generation_methods(stock: Any) -> dict:
     def prepare_inputs_for_generation(self, *args, **kwargs):
         inputs = prepare(self, *args, **kwargs)
         if kwargs.get(NAME) is not None:
-            inputs[NAME] = kwargs[NAME]  # some families list what they pass on
+            # Some families build the inputs from a fixed list of names.
+            inputs[NAME] = kwargs[NAME]
         return inputs
 
     @functools.wraps(candidates)
     def _get_candidate_generator(self, *args, **kwargs):
         helper = kwargs.get("assistant_model")
         other_tokens = kwargs.get("assistant_tokenizer") is not None
+        # An assistant with other tokens, or without `hierarchy=`, cannot use the hierarchy.
         if helper is not None and (other_tokens or not isinstance(helper, Accepting)):
             kwargs["model_kwargs"] = {k: v for k, v in kwargs["model_kwargs"].items() if k != NAME}
         return candidates(self, *args, **kwargs)
 
+    # Some generating classes lack one of the methods. Only existing ones are replaced.
     changed = (generate, prepare_inputs_for_generation, _get_candidate_generator)
     methods = {method.__name__: method for method in changed if hasattr(stock, method.__name__)}
-    return methods | {
-        name: encoding(getattr(stock, name)) for name in ENCODING if hasattr(stock, name)
+    encoders = {
+        name: wrap_encoding(getattr(stock, name)) for name in ENCODING if hasattr(stock, name)
     }
+    return methods | encoders
 
 
-def encoding(original):
-    """A method that runs an encoder, with the hierarchy of `generate`: some encoders know no such keyword."""
+def wrap_encoding(original):
+    """Return a method that runs an encoder with the hierarchy given to `generate`.
+
+    Some encoders have no such keyword, so the context carries the hierarchy.
+    """
 
     @functools.wraps(original)
     def method(self, inputs_tensor, model_kwargs, *args, **kwargs):
@@ -145,7 +165,7 @@ def encoding(original):
 
 
 def check_hierarchy(model: PreTrainedModel, hierarchy) -> None:
-    """Raise for a hierarchy that is none, or that is about no host of the model."""
+    """Raise if a value is no hierarchy, or applies to no attention layer of the model."""
     if not isinstance(hierarchy, Hierarchy) and not isinstance(hierarchy, Tensor):
         raise ValueError(
             f"hierarchy is a {type(hierarchy).__name__}; allowed: a Hierarchy, or group ids as an integer tensor "
@@ -159,14 +179,18 @@ def check_hierarchy(model: PreTrainedModel, hierarchy) -> None:
 
 
 def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
-    """Let a model, and its parts that hold hosts, take `hierarchy=`.
+    """Let a model, and its parts that hold attention layers, take `hierarchy=`.
+
+    If the model has several sequences, the hierarchy describes one of them: the encoder's rather
+    than the decoder's, and the text's rather than images' or sounds'. Attention layers of the other
+    sequences ignore it and use windows.
 
     Args:
-        model: the outermost model.
-        hosts: its hosts that can use one. Where the model has several sequences, the encoder's use it rather than the
-            decoder's, and the text's rather than those of images and sounds; the others keep their windows.
+        model: The outermost model.
+        hosts: Its attention layers that can use a hierarchy.
     """
     using = set(map(id, hosts_of_hierarchy(model, hosts)))
+    # A part of a larger accepting model stays in the context of the whole.
     context, prefix = getattr(model, PART, None) or (HierarchyContext(), ".")
     for _, host in find_hosts(model):
         setattr(host, CONTEXT, context if id(host) in using else None)
@@ -180,22 +204,35 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
 
 
 def resolve_names(model: PreTrainedModel) -> None:
-    """Let a model take `hierarchy=` where one of its parts reads one by name, and only there."""
+    """Let a model take `hierarchy=` if one of its attention layers reads it, else undo that.
+
+    Mechanisms that run by name count as well as patched ones.
+    """
     reading = [mechanism for mechanism in MECHANISMS.values() if mechanism.takes_hierarchy]
     names = {name for mechanism in reading for name in mechanism.names}
+    # 1. No mechanism runs by name. A patched model keeps what `accept_hierarchy` set up for it.
     if not any(
-        getattr(config, "_attn_implementation", None) in names for config in tree(model.config)
+        getattr(config, "_attn_implementation", None) in names
+        for config in list_configs(model.config)
     ):
-        if isinstance(model, Accepting) and not (
-            any(patched_hosts(model)) and PART in model.__dict__
-        ):
+        accepts_by_patch = any(patched_hosts(model)) and PART in model.__dict__
+        if isinstance(model, Accepting) and not accepts_by_patch:
             ignore_hierarchy(model)
         return
-    hosts = [m for n, m in find_hosts(model) if not is_cross_attention(n, m)]
-    hosts = [m for m in hosts if getattr(m.config, "_attn_implementation", None) in names]
+    # 2. Attention layers that read hierarchies by name. A hierarchy cannot describe two sequences,
+    # so no cross-attention.
+    hosts = [
+        module
+        for name, module in find_hosts(model)
+        if not is_cross_attention(name, module)
+        and getattr(module.config, "_attn_implementation", None) in names
+    ]
+    # 3. Patched attention layers.
     patched = {mechanism.name for mechanism in reading}
     hosts += [
-        host for _, host in patched_hosts(model) if patched & inner(host.hyper)._modules.keys()
+        host
+        for _, host in patched_hosts(model)
+        if patched & unwrap_hyper(host.hyper)._modules.keys()
     ]
     if hosts:
         accept_hierarchy(model, hosts)
@@ -214,17 +251,18 @@ def ignore_hierarchy(model: nn.Module) -> None:
 
 
 def hosts_of_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> list[nn.Module]:
-    """The hosts whose tokens a hierarchy given to the whole model is about."""
+    """Return the attention layers whose tokens a hierarchy of the whole model describes."""
     if getattr(model.config, "is_encoder_decoder", False):
         encoder = model.get_encoder()
-        inside = (
-            set(map(id, encoder.modules()))
-            if isinstance(encoder, nn.Module) and encoder is not model
-            else ()
-        )
+        inside: set[int] = set()
+        if isinstance(encoder, nn.Module) and encoder is not model:
+            inside = set(map(id, encoder.modules()))
         return [host for host in hosts if id(host) in inside] or hosts
     try:
         text = model.config.get_text_config()
-    except (ValueError, AttributeError):  # several text models
+    except (ValueError, AttributeError):
+        # The model has several text models, or its config is no config of Transformers.
         return hosts
+    # Without attention layers of the text (only a part was patched), the hierarchy is about that
+    # part.
     return [host for host in hosts if getattr(host, "config", None) is text] or hosts

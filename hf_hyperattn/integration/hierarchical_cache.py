@@ -1,4 +1,7 @@
-"""A Transformers cache that keeps what stands for many keys, so that a generated token reads few of them, not all."""
+"""A Transformers cache with summaries of its keys, so that a generated token reads few of them.
+
+With `evict=True` it also drops keys that no later token can attend to.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..mechanisms.selection.cache import Keep, KeepWindows, LayerCache
-from ..mechanisms.sparse.evicted import reaches_of
+from ..mechanisms.sparse.evicted import find_reaches
 from ..mechanisms.sparse.layer import SparseLayer
 from ..readable import is_recorded
-from .checkpoint_config import inner, patched_hosts
+from .checkpoint_config import patched_hosts, unwrap_hyper
 from .forgotten import ForgottenTokens
 from .hosts import host_facts
 
@@ -22,11 +25,13 @@ logger = logging.getLogger("hf_hyperattn")
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer, as Transformers calls it; attention finds its `LayerCache` by what `update` returns.
+    """The cache of one layer, with the interface of Transformers.
+
+    Attention finds the `LayerCache` by the tensors that `update` returns.
 
     Args:
-        keep: what to keep; None: everything. If something may be forgotten, `update` returns `ForgottenTokens` of the
-            length that masks are made for.
+        keep: Tokens that must stay. None: all. If tokens may be evicted, `update` returns
+            `ForgottenTokens`, as long as the masks.
     """
 
     def __init__(self, keep: Keep = None):
@@ -35,7 +40,7 @@ class HierarchicalLayer(DynamicLayer):
         self.store: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the store for keys and values of this shape, dtype and device, [B, Hkv, n, d]."""
+        """Make the store for keys and values [B, Hkv, n, d] of this dtype and device."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.store = LayerCache(key_states, value_states, self.keep)
         self.is_initialized = True
@@ -43,12 +48,17 @@ class HierarchicalLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Add tokens [B, Hkv, n, d]; returns all keys and values so far."""
+        """Add tokens [B, Hkv, n, d], and return all keys and values so far.
+
+        Raises:
+            ValueError: The keys need gradients, or an evicting cache is compiled or traced.
+        """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError(
                 "HierarchicalCache was given keys that want gradients, which it writes into one buffer; allowed: "
                 "torch.no_grad() or generate(), or training with use_cache=False"
             )
+        # Eviction chooses shapes in Python, which a recorded graph would not do again.
         if self.keep is not None and is_recorded():
             raise ValueError(
                 "HierarchicalCache(evict=True) cannot be compiled or traced; allowed: evict=False"
@@ -56,57 +66,67 @@ class HierarchicalLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.store.append(key_states, value_states)
-        return self._show()
+        return self._refresh_views()
 
-    def _show(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.store.show()
+    def _refresh_views(self) -> tuple[Tensor, Tensor]:
+        """Return the current keys and values, and update the attributes that Transformers reads."""
+        keys, values = self.store.show_tokens()
         if self.keep is not None:
             keys, values = ForgottenTokens(keys), ForgottenTokens(values)
         self.keys, self.values = keys, values
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; the number is 0 or negative, as in `DynamicCache`."""
+        """Remove the last tokens.
+
+        Args:
+            tokens_to_remove: 0 or negative, as in `DynamicCache`.
+        """
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}) is not allowed; allowed: 0 or minus the number of tokens to remove"
             )
+        # 0 removes nothing, as in `DynamicCache`.
         if tokens_to_remove and self.is_initialized:
             self.store.crop(max(0, self.get_seq_length() + tokens_to_remove))
-            self._show()
+            self._refresh_views()
 
-    def _pick(self, rows: Tensor) -> None:
+    def _select_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, int64; a row may be repeated."""
         if self.get_seq_length() > 0:
-            self.store.pick(rows)
-            self._show()
+            self.store.select_rows(rows)
+            self._refresh_views()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the rows of the chosen beams, int64 [B]."""
-        self._pick(beam_idx)
+        """Keep the rows of the chosen beams, int64 [B]."""
+        self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch: int64 or bool [B]."""
-        self._pick(
-            torch.arange(len(self.store.tokens[0].room))[indices]
-            if self.is_initialized
-            else indices
-        )
+        """Keep these rows of the batch, int64 or bool [B]."""
+        if self.is_initialized:
+            # Turns a bool index into row numbers.
+            indices = self._row_numbers()[indices]
+        self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.is_initialized:
-            self._pick(torch.arange(len(self.store.tokens[0].room)).repeat_interleave(repeats))
+            self._select_rows(self._row_numbers().repeat_interleave(repeats))
+
+    def _row_numbers(self) -> Tensor:
+        """Return the numbers of all rows of the batch, int64 [B]."""
+        return torch.arange(len(self.store.tokens[0].room))
 
     def reset(self) -> None:
-        """Forget all tokens, and free what held them."""
+        """Remove all tokens, and free their memory."""
         self.keys = self.values = self.store = None
         self.is_initialized = False
 
     def offload(self) -> None:
-        """Refused.
+        """Raise: this cache cannot be offloaded.
 
         Raises:
-            ValueError: always; the means are needed on the device at every token.
+            ValueError: Always. Every token needs the summaries on the device.
         """
         raise ValueError(
             "HierarchicalCache cannot be offloaded; use DynamicCache(offloading=True), which is slower"
@@ -114,18 +134,22 @@ class HierarchicalLayer(DynamicLayer):
 
 
 class HierarchicalCache(DynamicCache):
-    """A cache for hierarchical (tying="key") and sparse attention: `generate(..., past_key_values=...)`.
+    """Cache for hierarchical (tying="key") and sparse attention.
 
-    It holds all keys and values. Beside them, for HSA, their means over the windows of every level, so that a new token
-    costs O(near + refine_top_k · branching + windows of the largest size) reads; for sparse rules that choose pages,
-    the summaries of these. Outputs are those of any other cache.
-    Layers with a sliding window keep the layer that `DynamicCache` gives them.
+    Pass it to `generate(..., past_key_values=...)`.
+    It holds all keys and values, and summaries of them. Outputs are the same as with any other
+    cache. For HSA the summaries are means over the windows of every level. A new token then costs
+    O(near + refine_top_k · branching + windows of the largest size) reads. For sparse rules that
+    choose pages they are summaries of the pages. Layers with a sliding window keep the layer that
+    `DynamicCache` gives them.
 
     Args:
-        config: of the model, or the model itself; needed where layers are not all alike.
-        evict: forget the keys that no later token can see: of layers that are patched with HSA alone, mode="replace",
-            where refine_top_k=0, and of those with sparse rules alone, mode="replace", the key heads all of whose query
-            heads have a `Window` or a rule with `reach`. The others keep all; where all do, a warning says why.
+        config: Config of the model, or the model itself. Needed if the layers are not all alike.
+        evict: Drop the keys that no later token can attend to. This applies to layers with
+            mode="replace" and a single mechanism: HSA with refine_top_k=0, or sparse rules. Of
+            sparse rules it applies to key heads whose query heads all have a `Window` or a rule
+            with `reach`. All other layers keep everything. If no layer can evict, a warning says
+            why.
 
     Raises:
         ValueError: `evict` without the model.
@@ -133,36 +157,44 @@ class HierarchicalCache(DynamicCache):
 
     def __init__(self, config=None, evict: bool = False):
         super().__init__(config=getattr(config, "config", config))
-        if evict:
-            if self.layer_class_to_replicate is not None:
-                raise ValueError(
-                    f"HierarchicalCache(evict=True) was given {type(config).__name__}; allowed: the patched model"
-                )
+        if evict and self.layer_class_to_replicate is not None:
+            # Without a config `DynamicCache` makes layers as they come, and nothing is known of
+            # them yet.
+            raise ValueError(
+                f"HierarchicalCache(evict=True) was given {type(config).__name__}; allowed: the patched model"
+            )
         plain = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
-        keep = what_to_keep(config, plain) if evict else dict.fromkeys(plain)
+        keep = choose_keeps(config, plain) if evict else dict.fromkeys(plain)
         for index in plain:
             self.layers[index] = HierarchicalLayer(keep[index])
+        # Layers that the cache makes during generation, if it has no config.
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = HierarchicalLayer
 
 
-def what_to_keep(model, layers: list[int]) -> dict[int, Keep]:
-    """What each of these layers of a patched model has to keep; None: everything. Warns where all keep that."""
+def choose_keeps(model, layers: list[int]) -> dict[int, Keep]:
+    """Return which tokens each layer of a patched model must keep; None means all.
+
+    Logs a warning if all layers keep all tokens.
+
+    Args:
+        layers: Numbers of the layers.
+    """
     hosts = patched_hosts(model) if isinstance(model, nn.Module) else ()
     by_layer = {getattr(host, "layer_idx", None): (name, host) for name, host in hosts}
-    found = {i: _keep(*by_layer[i]) if i in by_layer else "is not patched" for i in layers}
+    found = {i: _choose_keep(*by_layer[i]) if i in by_layer else "is not patched" for i in layers}
     if layers and all(isinstance(keep, str) for keep in found.values()):
         logger.warning(
             f"hf_hyperattn: HierarchicalCache(evict=True) can forget nothing of this model: layer {layers[0]} "
-            f"{found[layers[0]]}; forgotten are keys under HsaConfig(tying='key', refine_top_k=0), and those of key "
-            "heads all of whose query heads have the sparse rule Window, with mode='replace' and no mechanism beside"
+            f"{found[layers[0]]}; keys can be evicted under HsaConfig(tying='key', refine_top_k=0), and for key heads "
+            "whose query heads all have the sparse rule Window, with mode='replace' and no other mechanism"
         )
     return {i: None if isinstance(keep, str) else keep for i, keep in found.items()}
 
 
-def _keep(name: str, host) -> KeepWindows | tuple | str:
-    """What a host needs, or why that is everything."""
-    hyper = inner(host.hyper)
+def _choose_keep(name: str, host) -> KeepWindows | tuple | str:
+    """Return the tokens that an attention layer must keep, or the reason why all must stay."""
+    hyper = unwrap_hyper(host.hyper)
     layers = hyper.layers()
     layer = layers[0]
     if len(layers) != 1 or not layer.reads_forgotten or layer.mode != "replace":
@@ -171,21 +203,20 @@ def _keep(name: str, host) -> KeepWindows | tuple | str:
         facts = host_facts(name, host, 0)
         if not facts.is_causal:
             return "is not causal, and is given no cache"
-        reaches = reaches_of(
-            layer.find_rules(0, facts.heads, facts.heads, is_causal=True), facts.kv_heads
-        )
-        return (
-            reaches
-            if any(reaches)
-            else "has in every group of query heads one whose rule may look at any key"
-        )
+        rules = layer.find_rules(0, facts.heads, facts.heads, is_causal=True)
+        reaches = find_reaches(rules, facts.kv_heads)
+        if not any(reaches):
+            return "has in every group of query heads one whose rule may look at any key"
+        return reaches
+    # HSA: refinement, and heads without HSA, may attend to any key.
     rule = layer.config.rule(True, hyper.heads, type(host).__name__)
-    most = lambda x: max(x) if isinstance(x, tuple) else x
-    if (
-        layer.config.tying == "both"
-        or layer.heads is not None
-        or not layer.config.windows
-        or most(rule.refine_top_k)
-    ):
+    reads_all_keys = layer.config.tying == "both" or layer.heads is not None
+    if reads_all_keys or not layer.config.windows or _largest(rule.refine_top_k):
         return "has heads that HSA lets look at any key"
-    return KeepWindows(layer.config.windows, most(rule.near), most(rule.sinks))
+    # One cache serves all heads, so the head that reads most decides.
+    return KeepWindows(layer.config.windows, _largest(rule.near), _largest(rule.sinks))
+
+
+def _largest(numbers: int | tuple[int, ...]) -> int:
+    """Return the largest number of the heads; a single number is the same for all heads."""
+    return max(numbers) if isinstance(numbers, tuple) else numbers

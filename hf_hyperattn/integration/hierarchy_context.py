@@ -1,9 +1,10 @@
-"""The hierarchy that a model was called with, on its way to its attention hosts.
+"""Carry the hierarchy of a model's call to its attention layers.
 
-Most families would pass a keyword of the call down to the attention function; others (BLOOM, MPT, GPT-J, DeBERTa, ...)
-drop it on the way, or refuse it. So the model keeps it, for the time of the call, in a context that it shares with its
-parts and hosts and with no other model. Each thread sees its own calls in it. The compiler reads and writes it like any
-object's attributes: a hierarchy enters a graph as an input.
+Most families would pass a keyword of the call down to the attention function. Others (BLOOM, MPT,
+GPT-J, DeBERTa, ...) drop it on the way, or reject it. So the model keeps the hierarchy, for the
+duration of the call, in a context object that it shares with its parts and attention layers only.
+Each thread sees its own calls. The compiler reads and writes the context like any object's
+attributes: a hierarchy enters a graph as an input.
 """
 
 from __future__ import annotations
@@ -14,32 +15,36 @@ from functools import partial
 import torch
 from torch import nn
 
-#: Where a host keeps the context of its model; None on hosts that hierarchies are not about: the decoder beside an
-#: encoder, the images beside a text.
+#: Attribute of an attention layer: the context of its model. None on layers that read other tokens
+#: than the hierarchy describes, such as the decoder of an encoder-decoder, or the images of a
+#: vision-language model.
 CONTEXT = "_hyperattn_hierarchy"
 
-#: Where a model and its parts keep (context, name of the part in the model: "." for the model, ".encoder.").
+#: Attribute of a model and its parts: the context, and the part's name (".encoder.", or "." for the
+#: whole model).
 PART = "_hyperattn_hierarchy_part"
 
-#: Set on hosts that were called with a hierarchy in training.
+#: Attribute that is set on attention layers once they were called with a hierarchy in training.
 USED = "_hyperattn_used_hierarchy"
 
-#: Where modules keep the function that checkpoints a layer: Transformers' models, and the wrapper that FSDP brings.
+#: Attributes with the function that checkpoints a layer: of Transformers' models, and of FSDP's
+#: wrapper.
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class HierarchyContext(threading.local):
-    """The call of one model that is running in this thread.
+    """The running call of one model, in this thread.
 
-    Copies of the model get a context of their own, in which no call is running.
+    Copies of the model get a context of their own, without a running call.
 
-    part: the name of the innermost part that is being called; None where the model is not.
-    hierarchy: what that part was called with: a `Hierarchy`, group ids, or None.
+    Attributes:
+        part: Name of the innermost part that is being called. None outside of calls.
+        hierarchy: The hierarchy of that call: a `Hierarchy`, group ids, or None.
     """
 
-    def __init__(
-        self,
-    ):  # in every thread anew; the compiler cannot guard defaults that are left to the class
+    # `threading.local` calls this again in every thread. The compiler cannot guard defaults that
+    # are only on the class, so they are set here.
+    def __init__(self):
         self.part: str | None = None
         self.hierarchy = None
 
@@ -48,9 +53,11 @@ class HierarchyContext(threading.local):
 
 
 def inherited_hierarchy(model: nn.Module):
-    """The hierarchy for a call without one: that of the running call whose part the model is, else None.
+    """Return the hierarchy for a call that got none.
 
-    A model that is called again while it runs (by a hook, say) is no part of itself: that is another call.
+    It is the hierarchy of the running call if the model is a part of the calling model, else None.
+    A model that is called again while it runs (by a hook, for example) is not a part of itself:
+    that is another call.
     """
     context, name = getattr(model, PART)
     inside = context.part is not None and name != context.part and name.startswith(context.part)
@@ -60,7 +67,7 @@ def inherited_hierarchy(model: nn.Module):
 def use_hierarchy(
     context: HierarchyContext, part: str | None, hierarchy, function, /, *args, **keywords
 ):
-    """`function(*args, **keywords)` as a call of this part with this hierarchy or None."""
+    """Run `function(*args, **keywords)` as a call of a part with this hierarchy, or with None."""
     before = context.part, context.hierarchy
     context.part, context.hierarchy = part, hierarchy
     try:
@@ -70,14 +77,20 @@ def use_hierarchy(
 
 
 def hierarchy_of_call(host: nn.Module, keywords: dict):
-    """The hierarchy that a host's call is about: a `Hierarchy`, group ids, or None.
+    """Return the hierarchy of an attention call: a `Hierarchy`, group ids, or None.
+
+    Args:
+        host: The attention layer.
+        keywords: Keywords of the call. A `hierarchy` there wins over the context.
 
     Raises:
-        RuntimeError: the host is computed again in the backward pass, out of reach of the call that it belongs to.
+        RuntimeError: The layer is recomputed in the backward pass, where the hierarchy of its call
+            is out of reach.
     """
     if ignores_hierarchy(host):
         return None
-    context, hierarchy = getattr(host, CONTEXT, None), keywords.get("hierarchy")
+    context = getattr(host, CONTEXT, None)
+    hierarchy = keywords.get("hierarchy")
     if context is None:
         return hierarchy
     hierarchy = context.hierarchy if hierarchy is None else hierarchy
@@ -85,8 +98,10 @@ def hierarchy_of_call(host: nn.Module, keywords: dict):
         return hierarchy
     if hierarchy is not None and (host.training or torch.is_grad_enabled()):
         host.__dict__[USED] = True
-    again = context.part is None and torch._C._current_graph_task_id() != -1
-    if hierarchy is None and again and USED in host.__dict__:
+    # Within a backward pass torch has a graph task. A checkpoint that we could not wrap then runs
+    # the layer without the context, and would silently compute something else.
+    recomputed = context.part is None and torch._C._current_graph_task_id() != -1
+    if hierarchy is None and recomputed and USED in host.__dict__:
         raise RuntimeError(
             f"{type(host).__name__} is computed again in the backward pass without the hierarchy of its call; "
             "allowed: model.gradient_checkpointing_enable() or FSDP's activation checkpointing"
@@ -95,29 +110,35 @@ def hierarchy_of_call(host: nn.Module, keywords: dict):
 
 
 def ignores_hierarchy(host: nn.Module) -> bool:
-    """Whether the host is one that the hierarchies of its model are not about."""
+    """Return whether hierarchies of the model do not apply to this attention layer."""
     return getattr(host, CONTEXT, host) is None
 
 
 class CheckpointWithHierarchy:
-    """A function that checkpoints layers, so that they are computed again with the hierarchy of their own call.
+    """Checkpoint function that recomputes layers with the hierarchy of their own call.
 
     Args:
-        checkpoint: the function. context: of the model whose layers they are.
+        checkpoint: The original function.
+        context: Context of the model that has the layers.
     """
 
     def __init__(self, checkpoint, context: HierarchyContext):
-        self.checkpoint, self.context = checkpoint, context
+        self.checkpoint = checkpoint
+        self.context = context
 
     def __call__(self, function, /, *args, **keywords):
         if not torch.compiler.is_compiling():
+            # Bind the current call now: in the backward pass the context is empty.
             call = self.context.part, self.context.hierarchy
             function = partial(use_hierarchy, self.context, *call, function)
         return self.checkpoint(function, *args, **keywords)
 
 
 def wrap_checkpoints(model: nn.Module, context: HierarchyContext) -> None:
-    """Let the functions that checkpoint the model's layers carry hierarchies; `unwrap_checkpoints` undoes it."""
+    """Let the checkpoint functions of a model's layers carry hierarchies.
+
+    `unwrap_checkpoints` undoes it.
+    """
     for module in model.modules():
         for name in CHECKPOINTS:
             function = module.__dict__.get(name)

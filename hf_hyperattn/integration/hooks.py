@@ -36,7 +36,7 @@ import model_patches
 from model_patches.routing import check_unroute, is_routed
 
 from ..config import read_record
-from .attach import repatch, resolve_stock
+from .attach import patch_from_record, resolve_stock
 from .call import note_all, note_masks
 from .checkpoint_config import (
     INTERNAL,
@@ -44,17 +44,17 @@ from .checkpoint_config import (
     RECORD,
     all_configs,
     check_keys,
-    inner,
+    list_configs,
+    list_models,
     name_before,
-    parts,
     patched_hosts,
     recorded_hosts,
     running_on,
     saved_name,
     sub_configs,
-    tree,
+    unwrap_hyper,
 )
-from .conversions import rebuild
+from .conversions import rebuild_conversion
 from .first_call import watch_first_calls
 from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
@@ -126,7 +126,7 @@ def _start_building(original, self, config, *args, **kwargs):
     if getattr(config, "hyperattn", None) is not None:
         # The record may come from a stranger's config.json: check it before Transformers copies it.
         read_record(config.hyperattn)
-    configs = tree(config)
+    configs = list_configs(config)
     for part in configs:
         # A patched config without a requested implementation, as in `from_config`: run the patch.
         if STOCK in part.__dict__ and part._attn_implementation is None:
@@ -204,9 +204,9 @@ def restore_patch(model: PreTrainedModel, outer: tuple[PreTrainedModel, ...]) ->
         return True
     config = read_record(getattr(model.config, RECORD))
     resolve_stock(model)
-    repatch(model, config, route_as_before(model))
+    patch_from_record(model, config, route_as_before(model))
     # After the patch: a conversion finds the layers to rebuild by their `hyper`.
-    rebuild(model, config)
+    rebuild_conversion(model, config)
     return True
 
 
@@ -220,8 +220,8 @@ def route_as_before(model: PreTrainedModel) -> bool:
     """
     named = [
         (config, config._attn_implementation)
-        for part in parts(model)
-        for config in tree(part.config)
+        for part in list_models(model)
+        for config in list_configs(part.config)
         if STOCK in vars(config)
     ]
     try:
@@ -247,7 +247,7 @@ def check_part_names(model: PreTrainedModel, names: list[tuple[Any, str]]) -> No
         ValueError: No attention layer of a part runs the name that was requested for it.
     """
     requesting = {id(config) for config, _ in names}
-    others = [config for config in tree(model.config) if id(config) not in requesting]
+    others = [config for config in list_configs(model.config) if id(config) not in requesting]
     # A config whose parent asks for nothing was named by itself, with a dict of names.
     below = {id(part) for config in others for _, part in sub_configs(config)}
     by_themselves = [(config, name) for config, name in names if id(config) in below]
@@ -318,7 +318,7 @@ def set_on_models(config: Any, value: Any) -> None:
             model.set_attn_implementation(value)
         elif not isinstance(value, dict) and config._attn_implementation in ours:
             old = config._attn_implementation
-            in_tree = set(map(id, tree(config)))
+            in_tree = set(map(id, list_configs(config)))
             for part in all_configs(model):
                 if id(part) not in in_tree and part._attn_implementation == old:
                     setattr(part, INTERNAL, value)
@@ -428,7 +428,7 @@ def check_unpatchable(model: PreTrainedModel) -> None:
         ValueError: A routed layer's own class does not know the name.
     """
     for _, host in patched_hosts(model):
-        if inner(host.hyper).newly_routed and is_routed(host):
+        if unwrap_hyper(host.hyper).newly_routed and is_routed(host):
             name = stock_name(host.config)
             try:
                 check_unroute(host, name)

@@ -15,7 +15,7 @@ from ..config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ..mechanisms.base import Host, HostCall, MechanismLayer
 from ..readable import can_read
 from ..registry import get_mechanism
-from ..selection import head_numbers
+from ..selection import select_heads
 from .attention import Layers
 
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
@@ -47,7 +47,7 @@ class Hyper(Layers):
         self.moved = False
         self.newly_routed = False
         self.came_with_model = False
-        heads = None if config.heads is None else head_numbers(config.heads, host.heads, host.name)
+        heads = None if config.heads is None else select_heads(config.heads, host.heads, host.name)
         for mechanism in self.mechanisms():
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
             if heads is not None:

@@ -44,7 +44,7 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
     def original_module(self) -> Hyper | None:
         """The `Hyper` of the patch, also while adapters are disabled.
 
-        It has the name that PEFT's `ModulesToSaveWrapper` uses, so that `inner` reads both.
+        It has the name that PEFT's `ModulesToSaveWrapper` uses, so that `unwrap_hyper` reads both.
         """
         names = self.merged_adapters or self.active_adapters
         return next(

@@ -34,10 +34,10 @@ from ..fields import refuse
 from ..mechanisms.base import MechanismLayer
 from ..registry import get_mechanism
 from ..selection import Choice
-from .adapter_config import hyper_wrappers, in_short
-from .attach import Selected, build, cut_to_depth, mark_initialized
+from .adapter_config import hyper_wrappers, normalize_record
+from .attach import Selected, build_hypers, cut_to_depth, mark_initialized
 from .cache_of_call import add_cache_hooks, remove_cache_hooks
-from .checkpoint_config import RECORD, inner, patched_hosts, write_records
+from .checkpoint_config import RECORD, patched_hosts, unwrap_hyper, write_records
 from .first_call import watch_first_calls
 from .hidden import note_hidden, stop_noting
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
@@ -193,7 +193,7 @@ class HyperLoraModel(LoraModel):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             # After LoRA: if a tuner layer existed before, PEFT would not freeze the base.
             trained = adapter_name in self.active_adapters and not config.inference_mode
-            hypers = build(base, config.hyperattn, selected, newly_routed, may_be_empty=True)
+            hypers = build_hypers(base, config.hyperattn, selected, newly_routed, may_be_empty=True)
             for hyper, (module, _) in zip(hypers, selected, strict=True):
                 # On a patched base the adapter starts from what the patch has learned.
                 if (patched := base_hyper(module)) is not None:
@@ -326,8 +326,8 @@ class HyperLoraModel(LoraModel):
                 adapters, weights, adapter_name, combination_type, *args, **options
             )
         prefix = self.model.base_model_prefix
-        first = in_short(configs[0].hyperattn, prefix)
-        differ = any(in_short(config.hyperattn, prefix) != first for config in configs)
+        first = normalize_record(configs[0].hyperattn, prefix)
+        differ = any(normalize_record(config.hyperattn, prefix) != first for config in configs)
         some_have_lora = len({config.r == 0 for config in configs}) > 1
         if differ or some_have_lora or combination_type not in COMBINATIONS:
             raise ValueError(
@@ -449,7 +449,7 @@ def resolve_adapter(
     wanted, selected, newly_routed = resolve_patch(base, wanted)
     wanted = replace(wanted, hosts=tuple(host.name for _, host in selected))
     prefix = base.base_model_prefix
-    if record is not None and in_short(record, prefix) != in_short(wanted, prefix):
+    if record is not None and normalize_record(record, prefix) != normalize_record(wanted, prefix):
         raise ValueError(
             f"{type(base).__name__} is patched otherwise than this adapter asks for; leave mechanisms out to "
             "adapt the present patch, or call unpatch_model(model) first"
@@ -554,7 +554,7 @@ def following_adapters(base: PreTrainedModel) -> Iterator[None]:
     patched = {id(host): host for _, host in patched_hosts(base)}
     layers = []
     for key, host in hosts.items():
-        layers.append((host, inner(host.hyper).layers() if key in patched else []))
+        layers.append((host, unwrap_hyper(host.hyper).layers() if key in patched else []))
     connect_hooks(base, layers)
     write_records(base)
     # Parts that run a mechanism with a hierarchy by name keep their `hierarchy=` argument.

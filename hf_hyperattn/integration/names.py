@@ -74,6 +74,6 @@ class PlainDot:
         return out.to(call.query.dtype), attention_weights
 
     @staticmethod
-    def of(_: nn.Module) -> Callable:
+    def find_layers(_: nn.Module) -> Callable:
         """Return the layers for a module; see `attention_function`."""
         return PlainDot.layers

@@ -20,20 +20,27 @@ import model_patches
 from ..config import HyperAttnConfig, MechanismConfig, Mode
 from ..fields import short
 from ..registry import get_mechanism
-from ..selection import Choice, head_numbers, select_layers
+from ..selection import Choice, select_heads, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
-from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
+from .attach import (
+    Selected,
+    all_hosts,
+    attach_hypers,
+    check_combination,
+    match_names,
+    resolve_overrides,
+)
 from .cache_of_call import remove_cache_hooks
 from .call import note_all
 from .checkpoint_config import (
     all_configs,
     erase_records,
-    inner,
     inner_models_of,
+    list_configs,
     patched_hosts,
     recorded_hosts,
     running_on,
-    tree,
+    unwrap_hyper,
 )
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
 from .first_call import stop_watching
@@ -95,7 +102,7 @@ def patch_model(
             "unpatch_model(model) first, or patch all in one call"
         )
     with rollback_on_error(base):
-        attach(base, *resolve_patch(base, config))
+        attach_hypers(base, *resolve_patch(base, config))
         # Adapters copy the added parameters, and copies made in inference mode cannot be trained.
         with outside_inference_mode():
             give_adapters_hyper(model, base)
@@ -168,7 +175,9 @@ def _unpatch_or_restore(model: nn.Module) -> nn.Module:
         return model if original is base else original
     if not hosts and not recorded:
         names = {
-            c._attn_implementation for c in tree(base.config) if c._attn_implementation in OURS
+            c._attn_implementation
+            for c in list_configs(base.config)
+            if c._attn_implementation in OURS
         }
         how = f"runs attn_implementation={min(names)!r} by name" if names else "is not patched"
         raise ValueError(
@@ -205,7 +214,7 @@ def check_whole_model(base: PreTrainedModel, count: int) -> None:
 def take_off(base: PreTrainedModel) -> None:
     """Remove every `hyper`, its hooks and its records."""
     hosts = dict(patched_hosts(base))
-    newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
+    newly_routed = any(unwrap_hyper(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
         del host.hyper
         stop_noting(host)
@@ -233,7 +242,7 @@ def rollback_on_error(model: nn.Module) -> Iterator[None]:
         things[id(module)] = module
         for value in module.__dict__.values():
             if isinstance(value, PreTrainedConfig):
-                things |= {id(part): part for part in tree(value)}
+                things |= {id(part): part for part in list_configs(value)}
     before = []
     for thing in things.values():
         contents = {
@@ -413,7 +422,7 @@ def resolve_heads(config: HyperAttnConfig, selected: list[Selected]) -> HyperAtt
     """
     if not callable(config.heads):
         return config
-    heads = {head_numbers(config.heads, host.heads, host.name) for _, host in selected}
+    heads = {select_heads(config.heads, host.heads, host.name) for _, host in selected}
     if len(heads) > 1:
         raise ValueError(
             "heads is a function that chooses other heads in hosts with more of them; allowed: a list of numbers, "

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..config import read_record
 from ..registry import MECHANISMS, get_mechanism
-from .checkpoint_config import RECORD, is_recorded, patched_hosts, recorded_hosts, tree
+from .checkpoint_config import RECORD, is_recorded, list_configs, patched_hosts, recorded_hosts
 from .hosts import find_hosts
 from .stock import marked
 
@@ -93,7 +93,7 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
             f"{WAY_OUT} leave them out"
         )
     # A config that only lost its record would otherwise load as an unpatched model.
-    if not added and any(map(marked, tree(model.config))) and not is_recorded(model.config):
+    if not added and any(map(marked, list_configs(model.config))) and not is_recorded(model.config):
         if not any(patched_hosts(model)):
             raise ValueError(
                 f"the config of {where} says that it was patched (hyperattn_stock) and has no record of how "
@@ -123,12 +123,12 @@ def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
         model: The model that was loaded or is saved.
         where: Name of the checkpoint or model, for the message.
     """
-    for config in tree(model.config):
+    for config in list_configs(model.config):
         record = getattr(config, RECORD, None)
         if isinstance(record, dict) and recorded_hosts(config) is None:
             mechanisms = read_record(record).mechanisms
             names = {name for m in mechanisms for name in get_mechanism(m.mechanism).names}
-            if names and not names & {part._attn_implementation for part in tree(config)}:
+            if names and not names & {part._attn_implementation for part in list_configs(config)}:
                 logger.warning(
                     f"config.hyperattn of {where} holds parameters of {min(names)!r}, and the model runs "
                     f"{config._attn_implementation!r}; load it with attn_implementation={min(names)!r}, or take "

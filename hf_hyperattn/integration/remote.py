@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..config import HyperAttnConfig
-from .attach import repatch, resolve_stock
+from .attach import patch_from_record, resolve_stock
 from .attention import family_mask, patched_forward
 from .call import note_all
-from .checkpoint_config import INTERNAL, all_configs, patched_hosts, saved_name, tree
-from .conversions import rebuild
+from .checkpoint_config import INTERNAL, all_configs, list_configs, patched_hosts, saved_name
+from .conversions import rebuild_conversion
 from .record_check import check_loaded
 from .stock import PATCHED, RUNNING, marked, run_beneath
 
@@ -43,7 +43,7 @@ class Patched(Stock):
 
     def __init__(self, config, *args, **kwargs):
         # This copy registers a name of its own (see `stock.RUNNING`), not the one in config.json.
-        ours = [part for part in tree(config) if part._attn_implementation == PATCHED]
+        ours = [part for part in list_configs(config) if part._attn_implementation == PATCHED]
         for part in ours:
             setattr(part, INTERNAL, RUNNING)
         self.__dict__[REQUESTED] = ours
@@ -62,8 +62,8 @@ class Patched(Stock):
         resolve_stock(self)
         recorded: Any = getattr(self.config, "hyperattn", None)
         record = HyperAttnConfig.from_dict(recorded)
-        repatch(self, record)
-        rebuild(self, record)
+        patch_from_record(self, record)
+        rebuild_conversion(self, record)
         for config in all_configs(self):
             # For the next save: Transformers only writes a name that was assigned to the config.
             if name := saved_name(config):

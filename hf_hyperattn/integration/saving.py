@@ -33,18 +33,18 @@ from .adapter_config import (
     describe_adapters,
     describe_base,
     hyper_wrappers,
-    in_short,
+    normalize_record,
     write_config_beside,
 )
 from .attach import cut_to_depth
 from .checkpoint_config import (
     LOADING,
     all_configs,
-    inner,
     is_recorded,
+    list_configs,
     patched_hosts,
     recorded_hosts,
-    tree,
+    unwrap_hyper,
     without_records,
     write_records,
 )
@@ -125,7 +125,7 @@ def _save_model(original, self, save_directory, is_main_process=True, *args, **k
             return original(self, save_directory, is_main_process, *args, **kwargs)
     warn_of_unsaved_names(self)
     warn_of_unused_parameters(self, type(self).__name__)
-    by_name = any(part._attn_implementation in OURS for part in tree(self.config))
+    by_name = any(part._attn_implementation in OURS for part in list_configs(self.config))
     # A file as target: Transformers reports that error.
     if not (patched or by_name) or os.path.isfile(save_directory):
         return original(self, save_directory, is_main_process, *args, **kwargs)
@@ -167,7 +167,7 @@ def warn_of_unsaved_names(model: PreTrainedModel) -> None:
 
     T5's encoder is such a part: it runs on a copy of the model's config.
     """
-    written = {config._attn_implementation for config in tree(model.config)}
+    written = {config._attn_implementation for config in list_configs(model.config)}
     running = (OURS - {PATCHED, RUNNING}) & {
         config._attn_implementation for config in all_configs(model)
     }
@@ -325,7 +325,7 @@ def record_running_patch(base: PreTrainedModel, name: str, config) -> None:
     if cut is not there:
         there = config.hyperattn = cut or running
     is_config = isinstance(there, HyperAttnConfig)
-    if not is_config or in_short(there, prefix) != in_short(running, prefix):
+    if not is_config or normalize_record(there, prefix) != normalize_record(running, prefix):
         logger.warning(
             f"peft_config[{name!r}].hyperattn is not what the model computes: it was changed after the adapter was put "
             "on the model, or layers were moved or deleted. What the model computes is saved; to change that, add an "
@@ -352,7 +352,7 @@ def list_outside_adapter(base: PreTrainedModel, name: str) -> Iterator[tuple[str
         # A patched layer may itself be a part that PEFT saves whole.
         inside = ".modules_to_save." in f".{host}." or ".original_module." in f".{host}."
         if name not in copies and not inside:
-            yield host, inner(base_hyper(module))
+            yield host, unwrap_hyper(base_hyper(module))
 
 
 def is_trained(hyper: Hyper) -> bool:

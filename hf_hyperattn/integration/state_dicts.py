@@ -33,7 +33,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import HyperAttnConfig
-from .adapter_config import base_difference, describe_adapters, describe_base, in_short
+from .adapter_config import base_difference, describe_adapters, describe_base, normalize_record
 from .checkpoint_config import LOADING, RECORD, patched_hosts
 from .record_check import FRESH, added_tensors, tensors_of_hosts
 from .stock import OURS
@@ -255,7 +255,7 @@ def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
         if name not in there:
             continue
         other = HyperAttnConfig.from_dict(there[name])
-        if in_short(other, prefix) != in_short(config, prefix):
+        if normalize_record(other, prefix) != normalize_record(config, prefix):
             logger.warning(
                 f"adapter {name!r} of {type(base).__name__} took the parameters of one with another patch: it computes "
                 "something else; make it with the HyperLoraConfig that the state dict's model has"

@@ -144,7 +144,7 @@ def run_layer(layer: MechanismLayer, heads: RankHeads, everything: bool, plan: P
     for name, parameter in layer.named_parameters():
         tensor = with_summed_gradient(parameter, heads)
         parameters[name] = (
-            tensor if everything or name in layer.for_all_heads else heads.rows(tensor)
+            tensor if everything or name in layer.for_all_heads else heads.slice_rank(tensor)
         )
     return functional_call(layer, parameters, (plan,)) if parameters else layer(plan)
 

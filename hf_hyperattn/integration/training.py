@@ -14,7 +14,7 @@ from transformers import TrainerCallback, trainer_pt_utils
 from transformers.models.auto import modeling_auto
 
 from ..readable import can_read
-from .checkpoint_config import RECORD, inner, patched_hosts, write_records
+from .checkpoint_config import RECORD, patched_hosts, unwrap_hyper, write_records
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, active_hyper
 from .hyper_lora import HyperLoraConfig, find_linear_targets
@@ -184,7 +184,9 @@ def hyper_parameters(model: nn.Module) -> set[int]:
     """
     # By id: tensors compare element by element, so they cannot be looked up in a set.
     modules = [host.hyper for _, host in hosts_of_patched(model)]
-    modules = [inner(module) if isinstance(module, HyperAdapter) else module for module in modules]
+    modules = [
+        unwrap_hyper(module) if isinstance(module, HyperAdapter) else module for module in modules
+    ]
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 

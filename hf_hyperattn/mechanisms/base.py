@@ -1,7 +1,8 @@
-"""What a mechanism's layer gets and changes: the call of one attention host, and the plan of how it is computed.
+"""The base class of mechanism layers, with `Host`, `HostCall` and `Plan`.
 
-A host's call arrives as a `HostCall`. `Plan` starts as the host's own attention; the layer of each mechanism, in the
-order of the stages, changes what its stage is about; then the plan runs on an engine.
+An attention layer's call arrives as a `HostCall`. A `Plan` starts as the attention of the original
+model. The layer of each mechanism changes it, in the order of the stages. Then the plan runs on an
+engine.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from .selection.places import FirstKey, Reading, read_mask
 
 logger = logging.getLogger("hf_hyperattn")
 
-#: How many times the length that settings were chosen for a model may run on without a warning.
+#: A model may run on this multiple of the length that its settings were chosen for without a
+#: warning.
 LONGER = 1.1
 
 
 @dataclass(frozen=True)
 class Host:
-    """What is known of a host when it is patched.
+    """The facts about an attention layer that are known when it is patched.
 
     Args:
-        name: qualified name in the model.
-        heads, kv_heads: numbers of query heads and key/value heads.
-        is_causal: whether queries see only earlier keys.
-        is_cross: whether keys come from another sequence.
-        layer_index: position among the hosts of its kind.
-        config: the model's (sub-)config.
-        width: features of the hidden states that enter it; None where nothing tells.
-        head_dim, value_dim: numbers in a query or key, and in a value, of one head; None where nothing tells.
-        rotary: what shows that queries and keys are turned by rotary positions; "" where they are not.
-        grows: whether it is not causal, and keys come from a cache as the model generates: a prefix LM, such as
-            PaliGemma, whose masks let a prefix see itself whole.
+        name: Qualified name in the model.
+        heads, kv_heads: Numbers of query heads and key/value heads.
+        is_causal: Whether queries see only earlier keys.
+        is_cross: Whether keys come from another sequence.
+        layer_index: Position among the attention layers of its kind.
+        config: The model's (sub-)config.
+        width: Width of the hidden states that enter it; None if unknown.
+        head_dim, value_dim: Width of a query or key, and of a value, of one head; None if unknown.
+        rotary: How rotary positions were detected; "" without them.
+        grows: Whether it belongs to a prefix LM, such as PaliGemma, whose masks let all of a prefix
+            see itself. It is not causal, but keys come from a cache as the model generates.
     """
 
     name: str
@@ -62,11 +64,13 @@ class Host:
 
 @dataclass(frozen=True)
 class RankHeads:
-    """Which query heads of a host a rank computes under tensor parallelism, where each has as many.
+    """The query heads that one rank computes under tensor parallelism.
+
+    All ranks have the same number of heads.
 
     Args:
-        total: the query heads of the host.
-        first: the first one that is the rank's.
+        total: Number of query heads of the attention layer.
+        first: The rank's first query head.
         mesh: torch's device mesh of the ranks.
     """
 
@@ -76,33 +80,41 @@ class RankHeads:
 
     @property
     def count(self) -> int:
-        """How many the rank has."""
+        """Number of query heads of the rank."""
         return self.total // self.mesh.size()
 
-    def rows(self, by_head: Tensor, axis: int = 0) -> Tensor:
-        """The part of the rank's heads, or key heads, of what is ordered by them along an axis."""
+    def slice_rank(self, by_head: Tensor, axis: int = 0) -> Tensor:
+        """Return the rank's part of a tensor.
+
+        Args:
+            by_head: A tensor ordered by query heads, or by key heads, along an axis.
+            axis: This axis.
+        """
         rows = by_head.shape[axis] // self.mesh.size()
         return by_head.narrow(axis, self.mesh.get_local_rank() * rows, rows)
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """One call of a host's attention.
+    """One call of an attention layer.
 
     Args:
-        query: [B, H, N, d] as the projections (and rotary positions) left it, without any scaling.
+        query: [B, H, N, d], after the projections and rotary positions, without any scaling.
         key: [B, Hkv, M, d].
         value: [B, Hkv, M, dv].
-        scale: the host's logit is scale · q·k.
-        is_causal: whether the host's queries see only earlier keys.
-        options: masks and the rest.
-        keywords: further keywords of the call (`position_ids`, `hierarchy`, ...).
-        first: where the keys begin.
-        hidden: [B, N, width], the hidden states that the host was called with, where a layer reads them, else None.
-        heads: which of the host's query heads are in `query`, under tensor parallelism; None where all are.
-        backend: the engine that the model was set to, see `set_backend`.
-        chunk: the model's `attention_chunk_size`: under chunked attention tokens see none before their chunk.
-        cache: the Transformers cache that the host was called with, where a layer keeps state on it, else None.
+        scale: The original attention logit is scale · q·k.
+        is_causal: Whether queries see only earlier keys.
+        options: Masks and the rest.
+        keywords: Further keywords of the call (`position_ids`, `hierarchy`, ...).
+        first: Where the keys begin and end.
+        hidden: [B, N, width], the hidden states of the call, if a mechanism layer reads them; else
+            None.
+        heads: The query heads that are in `query`, under tensor parallelism; None: all.
+        backend: The engine that the model was set to, see `set_backend`.
+        chunk: The model's `attention_chunk_size`: under chunked attention, tokens see none before
+            their chunk.
+        cache: The Transformers cache of the call, if a mechanism layer keeps state on it; else
+            None.
     """
 
     query: Tensor
@@ -120,23 +132,26 @@ class HostCall:
     cache: Any = None
 
     def read_mask(self, grows: bool = False) -> Reading:
-        """Return what the mask says, which all layers of the model share.
+        """Return the reading of the mask, whose results all layers of the model share.
 
         Args:
-            grows: Of the host, see `Host`.
+            grows: Whether the attention layer is of a prefix LM, see `Host`.
         """
         return read_mask(self.query, self.key, self.options, self.is_causal, self.first, grows)
 
     def first_query(self, mechanism: str, host: Host | None = None) -> int | Tensor:
-        """Return the key that is the first query's own, see `Places.start`.
+        """Return the key that belongs to the first query, see `Places.start`.
 
         Args:
             mechanism: Its name, for the error.
-            host: Where the call is made; None where that is not known, as under a mechanism's name.
+            host: The attention layer; None if unknown, as for a mechanism that is used by name.
 
         Raises:
-            ValueError: The call does not tell.
+            ValueError: The key is unknown: the layer is not causal, and its keys may come from a
+                cache or from another sequence.
         """
+        # With equally many queries and keys, each query has its own key. Causal queries, and
+        # queries of a prefix LM, are the newest tokens.
         n, m = self.query.shape[2], self.key.shape[2]
         grows = host is not None and host.grows
         if n != m and not self.is_causal and not grows:
@@ -151,7 +166,17 @@ class HostCall:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How a call will be computed; layers return a changed copy."""
+    """How a call will be computed. Mechanism layers return a changed copy.
+
+    Args:
+        call: Of the attention layer.
+        score: Gives the attention logits.
+        value: [B, Hkv, M, dv].
+        options: Masks and the rest.
+        attend: Computes attention from score, value and options; an engine's, or a mechanism's
+            around it.
+        after: Steps that change the output [B, H, N, dv], in order.
+    """
 
     call: HostCall
     score: PairScore
@@ -161,26 +186,34 @@ class Plan:
     after: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     @classmethod
-    def of(cls, call: HostCall) -> Plan:
-        """The host's own attention."""
-        return cls(call, dot_score(call.query, call.key, call.scale), call.value, call.options)
+    def from_call(cls, call: HostCall) -> Plan:
+        """Return the plan of the original model's attention."""
+        score = dot_score(call.query, call.key, call.scale)
+        return cls(call=call, score=score, value=call.value, options=call.options)
 
     def change(self, **changes) -> Plan:
-        """The plan with these fields in place of its own."""
+        """Return the plan with these fields replaced."""
         return replace(self, **changes)
 
     def run(
         self, backend: str | None = None, weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [B, H, N, dv] in the query's dtype, and the weights where asked for.
+        """Compute the plan.
 
         Args:
-            backend: the engine; None for the one that the call names.
+            backend: The engine; None: the one that the call names.
+            weights: Whether to return the attention weights, too.
+
+        Returns:
+            The output [B, H, N, dv] in the query's dtype; the weights [B, H, N, M], or None.
         """
         backend = self.call.backend if backend is None else backend
         attend: Callable = partial(self.attend, backend=backend, weights=weights)
+        # `attention` applies an aggregation of the values itself. Around a mechanism's own
+        # attention it is applied here.
         if self.options.aggregation is not None and self.attend is not attention:
             attend = partial(average_columns, attend)
+        # Autocast would round the products of scores.
         with full_precision(self.value.device):
             out, attention_weights = attend(self.score, self.value, self.options)
         for step in self.after:
@@ -189,81 +222,98 @@ class Plan:
 
 
 class MechanismLayer(nn.Module):
-    """Base of the layers, called as `layer(plan) -> plan`.
+    """Base of the layers of mechanisms, called as `layer(plan) -> plan`.
 
-    Subclasses implement `change` and, where some setting of the parameters is the identity, `identical`. All
-    parameters are 1-D or more and zero where the layer starts.
+    Subclasses implement `change` and, if some parameter values make the layer the identity,
+    `identical`. All parameters have at least one axis and start at zero.
 
     Args:
-        config: the mechanism's config.
-        host: the host it is built for, or None where the mechanism is used by name and has nothing to learn.
+        config: Of the mechanism.
+        host: The attention layer it is built for; None if the mechanism is used by name and has
+            nothing to learn.
         mode: "blend" or "replace".
-        heads: the query heads it changes, None for all. `head_mask` makes a mask of them.
+        heads: The query heads it changes; None: all. `head_mask` makes a mask of them.
     """
 
-    #: Whether the layer leaves heads alone that are not in `heads`. Where it does not say so, patching with heads= is
-    #: refused.
+    #: Whether the layer only changes the heads in `heads`. If not, patching with heads= raises an
+    #: error.
     honours_heads = False
 
     #: Whether the layer needs `HostCall.hidden`.
     reads_hidden = False
-    #: Whether the layer needs `HostCall.cache`. What a layer remembers of a conversation belongs to its cache.
+    #: Whether the layer needs `HostCall.cache`. State that a layer remembers of a conversation is
+    #: stored on its cache.
     reads_cache = False
-    #: Whether the layer, as the only one and with mode="replace", reads what a cache that forgets tokens has kept.
+    #: Whether the layer can read a cache that evicts tokens, as the only mechanism and with
+    #: mode="replace".
     reads_forgotten = False
-    #: Whether `refuse_pruned` is called: of the hosts whose layers do, the first one needs `HostCall.cache`.
+    #: Whether the layer calls `refuse_pruned`. The first attention layer with such a mechanism
+    #: needs `HostCall.cache`.
     counts_keys = False
 
-    #: Whether a head's result depends on other heads. Where none does, a layer under tensor parallelism is called with
-    #: the queries, keys and values of its rank's heads (`HostCall.heads`), and with the rows of its parameters that
-    #: belong to them; else with those of all heads, on every rank.
+    #: Whether a head's result depends on other heads. If not, a layer under tensor parallelism gets
+    #: the queries, keys, values and parameter rows of its rank's heads only (`HostCall.heads`).
+    #: Otherwise every rank computes all heads.
     mixes_heads = True
-    #: The parameters that a layer which mixes no heads needs for all heads all the same.
+    #: Parameters that a layer without mixed heads nevertheless needs for all heads.
     for_all_heads: tuple[str, ...] = ()
 
     def __init__(
         self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None
     ):
         super().__init__()
-        self.config, self.mode, self.heads = config, mode, heads
-        self.warned: set[str] = (
-            set()
-        )  # what the user was warned of; one set for all layers of a patched model
+        self.config = config
+        self.mode = mode
+        self.heads = heads
+        #: Warnings that were logged. All layers of a patched model share one set
+        #: (integration/attach.py).
+        self.warned: set[str] = set()
 
     def forward(self, plan: Plan) -> Plan:
-        """The changed plan; the very same plan where the layer changes nothing and nothing is to be learned."""
+        """Return the changed plan; the same object if nothing changes or learns."""
         return plan if self.idle() else self.change(plan)
 
     def change(self, plan: Plan) -> Plan:
-        """The plan with the mechanism in it, whether or not it changes anything."""
+        """Return the plan with the mechanism applied, also if that changes nothing."""
         raise NotImplementedError
 
     def identical(self) -> bool:
-        """Whether the layer, as its parameters stand, changes nothing. The default answer is no."""
+        """Return whether the layer changes nothing with its current parameters.
+
+        The default is False.
+        """
         return False
 
     def idle(self) -> bool:
-        """Whether the call can be left to the host: identical, and no gradient is wanted; no where that is unknown."""
+        """Return whether a call can run as in the original model.
+
+        That is so if nothing changes and no gradient is needed.
+        """
+        # A recorded call must hold for later parameters, too.
         if not can_read(*self.parameters()):
             return False
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         return not learning and self.identical()
 
     def per_head(self, host: Host | None) -> nn.Parameter | None:
-        """A new parameter of one zero per query head; None for a layer without parameters."""
+        """Return a new parameter with one zero per query head.
+
+        None for a layer without parameters.
+        """
         return None if host is None else nn.Parameter(torch.zeros(host.heads))
 
     def warn_beyond(self, call: HostCall, made_for: int | None, what: str, cure: str) -> None:
-        """Warn, once a model, where a row is longer than what settings were chosen for.
-
-        Counted are the keys that a cache has room for; the compiler warns as it traces, and names no length.
+        """Warn once per model if a row is longer than its settings were chosen for.
 
         Args:
-            made_for: tokens; None: for any length.
-            what, cure: of the message: the settings, and what to do.
+            call: Of the attention layer. All keys count that its cache has room for.
+            made_for: The length in tokens; None: any.
+            what: Name of the settings, for the message.
+            cure: Advice, for the message.
         """
         length = call.key.shape[2] + (call.first.index or 0)
         if made_for is not None and length > LONGER * made_for:
+            # While a call is compiled, the length is a symbol.
             tokens = "more" if torch.compiler.is_compiling() else f"{length:,}"
             message = (
                 f"the {what} of this model were chosen for {made_for:,} tokens, and it runs on {tokens}, where quality "
@@ -271,9 +321,10 @@ class MechanismLayer(nn.Module):
             )
             self._warn_once(message, what)
 
+    # A constant result keeps the compiler from tracing the logger and the set.
     @torch.compiler.assume_constant_result
     def _warn_once(self, message: str, what: str) -> bool:
-        """Warn unless a layer of this model has warned of it; whether it did."""
+        """Log a warning once per model; return whether it was logged now."""
         new = what not in self.warned
         if new:
             self.warned.add(what)
@@ -286,10 +337,12 @@ class MechanismLayer(nn.Module):
             init.zeros_(parameter)
 
     def head_mask(self, call: HostCall) -> Tensor | None:
-        """[H] with 1 at the call's heads that are changed and 0 elsewhere; None if all are."""
+        """Return [H], 1 at heads that are changed and 0 elsewhere; None if all are."""
         if self.heads is None:
             return None
         total = call.query.shape[1] if call.heads is None else call.heads.total
+        # Numbers in `self.heads` count over all ranks, so the mask is made for all heads and
+        # sliced.
         mask = torch.zeros(total, device=call.query.device, dtype=torch.float32)
         mask[list(self.heads)] = 1.0
-        return mask if call.heads is None else call.heads.rows(mask)
+        return mask if call.heads is None else call.heads.slice_rank(mask)

@@ -1,8 +1,8 @@
-"""Checks of arguments that the functions of all mechanisms share. A message names the argument, its value, and what is
-allowed.
+"""Checks of arguments that the functions of all mechanisms share.
 
-The values of a tensor are looked at where it has some: not while it is traced, fake or on the meta device. Numbers that
-layers learn are kept in range by how they are parametrised, and are not looked at.
+A message names the argument, its value and the allowed values. Values of a tensor are not checked
+while it is traced, fake or on the meta device. Learned numbers are not checked: their
+parametrisation keeps them in range.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..readable import can_read
 if TYPE_CHECKING:
     from .base import Host
 
-#: What is allowed of a number, by the least that it may be.
+#: Descriptions of the allowed numbers, by the smallest one.
 ALLOWED = {
     SMALLEST: f"finite numbers above 0 that float32 holds, from {SMALLEST:g} to {LARGEST:g}",
     0.0: f"finite numbers from 0 to {LARGEST:g}",
@@ -36,10 +36,19 @@ def check_call(
     enable_gqa: bool = True,
     **flags: bool,
 ) -> None:
-    """What the functions of all mechanisms take alike; `flags` are the other arguments that are True or False.
+    """Check the arguments that the functions of all mechanisms share.
 
-    Functions of scores alone, which take no value, give the key in its place.
+    Args:
+        query: [B, H, N, d].
+        key: [B, H or Hkv, M, d].
+        value: [B, H or Hkv, M, dv]. Functions of scores, which take no value, pass the key.
+        attn_mask, dropout_p, scale, enable_gqa: As in `scaled_dot_product_attention`.
+        **flags: Other arguments that must be True or False.
+
+    Raises:
+        ValueError: An argument is not allowed.
     """
+    # Flags first: `check_qkv` already relies on one.
     for name, flag in {"enable_gqa": enable_gqa, **flags}.items():
         if not isinstance(flag, bool | torch.SymBool):
             refuse(name, flag, "True or False")
@@ -52,9 +61,10 @@ def check_call(
 
 
 def check_tensor(name: str, value: object) -> None:
-    """`value` is a tensor of real numbers that are all there."""
+    """Raise unless `value` is a dense tensor of real numbers."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is of type {type(value).__name__}; allowed: a tensor")
+    # Sparse and nested tensors fail later with errors that do not name the argument.
     if value.layout is not torch.strided:
         raise ValueError(
             f"{name} has layout {value.layout}; allowed: a dense tensor, torch.strided"
@@ -64,9 +74,10 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object, least: float = -LARGEST) -> None:
-    """`value` is a finite number from `least`, a key of `ALLOWED`."""
-    if isinstance(value, torch.SymInt | torch.SymFloat):  # traced
+    """Raise unless `value` is a finite number from `least`, a key of `ALLOWED`."""
+    if isinstance(value, torch.SymInt | torch.SymFloat):  # traced: there is no value
         return
+    # bool is a subclass of int.
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)
@@ -76,7 +87,8 @@ def check_number(name: str, value: object, least: float = -LARGEST) -> None:
 
 
 def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """Ranks, dtypes, batch sizes, heads, widths and lengths of query, key and value."""
+    """Check the ranks, dtypes and sizes of query, key and value."""
+    # Each tensor by itself first, since the comparisons below need four axes.
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, t)
         if t.dim() != 4:
@@ -106,6 +118,7 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> No
 
 
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    """Check the numbers of heads: equal, or with `enable_gqa` a divisor."""
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
         raise ValueError(
@@ -118,14 +131,16 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
 
 
 def check_dropout(dropout_p: float) -> None:
-    """Dropout probabilities are in [0, 1)."""
+    """Raise unless a dropout probability is in [0, 1)."""
     number = isinstance(dropout_p, int | float) and not isinstance(dropout_p, bool)
     if not number or not 0.0 <= dropout_p < 1.0:
         refuse("dropout_p", dropout_p, "numbers from 0 up to, not including, 1")
 
 
 def check_choice(name: str, value: object, choices: tuple) -> None:
-    """`value` is one of `choices`."""
+    """Raise unless `value` is one of `choices`, which are strings or None."""
+    # The type is checked first: `in` raises or compares elementwise for some other types, such as
+    # tensors.
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(
             f"{name}={short(value)} is unknown; allowed: {', '.join(map(repr, choices))}"
@@ -133,10 +148,15 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
 
 
 def check_host(mechanism: str, host: Host | None, *dims: str) -> Any:
-    """The host that a layer with parameters is built for, which knows these of its dims: `head_dim`, `value_dim`.
+    """Return the attention layer of a mechanism that has parameters.
+
+    Args:
+        mechanism: The name, for errors.
+        host: The attention layer; None if the mechanism is used by name.
+        *dims: Fields that must be known: "head_dim", "value_dim".
 
     Raises:
-        ValueError: the mechanism is used by name, or nothing tells a dim.
+        ValueError: The mechanism is used by name, or a dim is unknown.
     """
     if host is None:
         raise ValueError(
@@ -154,9 +174,24 @@ def check_host(mechanism: str, host: Host | None, *dims: str) -> Any:
 def check_parameter(
     name: str, value: float | Tensor, heads: int, like: Tensor, least: float = SMALLEST
 ) -> Tensor:
-    """A number from `least`, or one per query head, as a tensor [1] or [H] on the device of `like`."""
+    """Return a number, or one number per query head, as a tensor.
+
+    Args:
+        name: Of the argument, for errors.
+        value: A number, or a tensor of one number or of H.
+        heads: H, the number of query heads.
+        like: A tensor on the device of the result.
+        least: The smallest allowed number, a key of `ALLOWED`.
+
+    Returns:
+        [1] or [H]; float64 for a number, else in the dtype of the tensor.
+
+    Raises:
+        ValueError: The value is not allowed.
+    """
     if not isinstance(value, Tensor):
         check_number(name, value, least)
+        # float64 keeps all digits of a Python number; users cast it to their working dtype.
         return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
     if value.dim() > 1 or (value.numel() != 1 and value.numel() != heads):
         raise ValueError(
@@ -164,6 +199,7 @@ def check_parameter(
         )
     if value.is_complex() or value.dtype == torch.bool:
         raise ValueError(f"{name} has dtype {value.dtype}; allowed: integers or floating point")
+    # Written so that NaN fails: no comparison with it is True.
     if can_read(value):
         if not bool(((value >= least) & (value <= LARGEST)).all()):
             refuse(name, value.tolist(), ALLOWED[least])
@@ -171,6 +207,11 @@ def check_parameter(
 
 
 def check_number_of_heads(name: str, value: float | Tensor, query: Tensor) -> float | Tensor:
-    """A number above 0, or a tensor of one or of one per head of the query, as `check_parameter` has it."""
+    """Return a number above 0 as it is, or a tensor of such numbers as [1] or [H].
+
+    Args:
+        name, value: As in `check_parameter`.
+        query: [B, H, N, d].
+    """
     parameter = check_parameter(name, value, query.shape[1], query)
     return parameter if isinstance(value, Tensor) else value

@@ -1,7 +1,8 @@
-"""The refusal of caches that were pruned in the middle, for mechanisms that count the cached keys.
+"""`refuse_pruned`: an error for caches that were pruned in the middle.
 
-Eviction methods drop keys from the middle of a cache and go on with the `position_ids` of the whole text. Nothing in
-the call says which tokens the keys that are left belong to, so that distances, windows and pages cannot be counted.
+Eviction methods drop keys from the middle of a cache and go on with the `position_ids` of the whole
+text. Then it is unknown which tokens the kept keys belong to, and distances, windows and pages
+would be counted wrongly.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from ..readable import can_read
 from .base import HostCall
 from .selection.places import KnownOfMask
 
-#: Where a cache keeps the shift of its conversation's position ids, see `find_shift`.
+#: The attribute of a cache that holds the shift of its conversation's position ids, see
+#: `find_shift`.
 SHIFT = "_hyperattn_shift"
 
 
 @dataclass(frozen=True)
 class CheckedIds:
-    """What was found in position ids, which all layers of a model share.
+    """The result of checking position ids, which all layers of a model share.
 
     Args:
-        about: The numbers of queries, of keys and of dropped keys, the version of the ids, and what is known of the
-            mask.
-        shift: The number at which the ids of the conversation begin; None if nothing has noted it.
+        about: The numbers of queries, keys and dropped keys, the version of the ids, and the
+            `KnownOfMask` of the mask.
+        shift: The number at which the ids of the conversation begin; None if unknown.
         found: See `find_disagreeing`.
     """
 
@@ -39,60 +41,54 @@ class CheckedIds:
 
 
 def refuse_pruned(call: HostCall, mechanism: str) -> None:
-    """Raise if `position_ids` place the queries of a call elsewhere than the number of cached keys does.
+    """Raise if the `position_ids` of a call disagree with the number of cached keys.
 
-    They may count the slots of a row, or its real tokens, as `generate` does for a row that is padded at its left. They
-    may begin at any number, which the first call of a conversation leaves on its cache. Ids of several axes (M-RoPE)
-    count images in their own way and say nothing here.
+    Ids may count the slots of a row, or its real tokens, as `generate` does with left padding. They
+    may begin at any number, which the first call of a conversation stores on its cache. Ids with
+    several axes (M-RoPE) count images in their own way and are not checked.
 
-    Nothing is raised, and a pruned cache is taken for a whole one, in these calls:
+    A pruned cache is not detected in these calls:
 
-    - Calls that are compiled. A check in their graph would have to know the number at which the ids begin, and the
-      cache that it was left on is not seen there.
-    - Models that give their attention layers no `position_ids`: Falcon, GPT-Neo and GPT-BigCode, whose forward has
-      them, and BLOOM and MPT, which have none.
+    - Compiled calls. A check in their graph would need the number at which the ids begin, which is
+      stored on the cache.
+    - Models that pass no `position_ids` to their attention layers: Falcon, GPT-Neo and GPT-BigCode,
+      whose forward has them, and BLOOM and MPT, which have none.
 
-    Used by name, a mechanism does not see the cache, and where it cannot take attributes nothing is left on it. Ids
-    must begin at 0 there, and the error says so.
+    A mechanism that is used by name does not see the cache, and some caches take no attributes.
+    Then ids must begin at 0, and the error says so.
 
     Args:
-        call: The call of an attention layer.
+        call: Of an attention layer.
         mechanism: The name for the error.
 
     Raises:
-        ValueError: A real query stands at neither place.
+        ValueError: The id of a real query fits neither way of counting.
     """
-    ids, keys, cache = call.keywords.get("position_ids"), call.key.shape[2], call.cache
-    queries, mask = call.query.shape[2], call.options.mask
-    if (
-        ids is None
-        or not call.is_causal
-        or call.first.index is None
-        or (queries == keys and cache is None)
-    ):
+    # Checked once per model call: all its layers get the same ids, so the result is attached to
+    # them.
+    ids, cache = call.keywords.get("position_ids"), call.cache
+    if ids is None or not _can_check(call, ids):
         return
-    if (
-        ids.dim() != 2
-        or ids.shape[1] != queries
-        or not can_read(ids, mask, call.first.attention_mask)
-    ):
-        return
+    mask = call.options.mask
+    queries, keys = call.query.shape[2], call.key.shape[2]
     # Ids made in inference mode have no version; the model makes new ones for every call.
     version = None if ids.is_inference() else ids._version
     about = queries, keys, call.first.index, version, attached_to(mask, KnownOfMask)
     checked = attached_to(ids, CheckedIds)
-    # Layers that are called without the cache go by those that were called with it.
+    # Layers that are called without the cache rely on layers that were called with it.
     if cache is not None:
-        shift = notes_of(cache).get(SHIFT)
+        shift = find_notes(cache).get(SHIFT)
     else:
         shift = None if checked is None else checked.shift
     if checked is None or checked.about != about or checked.shift != shift:
         places = call.read_mask().places
         start = int(places.start) + places.dropped
+        # The first call of a conversation: note where its ids begin.
         if start == 0 and cache is not None:
-            shift = notes_of(cache)[SHIFT] = find_shift(places, ids)
+            shift = find_notes(cache)[SHIFT] = find_shift(places, ids)
         found = None if queries == keys else find_disagreeing(places, ids, start, shift or 0)
-        about = *about[:4], attached_to(mask, KnownOfMask)  # which the reading may have made
+        # Read again, because `read_mask` may have attached it just now.
+        about = *about[:4], attached_to(mask, KnownOfMask)
         checked = CheckedIds(about=about, shift=shift, found=found)
         attach(ids, checked)
     if checked.found is not None:
@@ -112,57 +108,81 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
         )
 
 
-def notes_of(cache: Any) -> dict:
-    """Return the attributes of a cache; those of a class with slots, which has no room for ours, are not kept.
+def _can_check(call: HostCall, ids: Tensor) -> bool:
+    """Return whether the position ids of a call can be checked, or their shift noted."""
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if not call.is_causal or call.first.index is None:
+        return False
+    # All keys are of this call: nothing was pruned, and no cache is there to note the shift on.
+    if queries == keys and call.cache is None:
+        return False
+    if ids.dim() != 2 or ids.shape[1] != queries:
+        return False
+    return can_read(ids, call.options.mask, call.first.attention_mask)
 
-    Of an encoder-decoder cache the part for self-attention counts, which some models wrap again at every call.
+
+def find_notes(cache: Any) -> dict:
+    """Return the attributes of a cache, a dict that takes notes.
+
+    For a class with `__slots__`, which takes no attributes, return a new dict: its notes are lost.
     """
+    # Some models wrap the self-attention part of an encoder-decoder cache again in every call. The
+    # part itself lasts.
     return getattr(getattr(cache, "self_attention_cache", cache), "__dict__", {})
 
 
 def find_shift(places: Places, ids: Tensor) -> int:
-    """Return the number at which the position ids of a conversation begin, from its first call; 0 if they do not count.
+    """Return the number at which the position ids of a conversation begin.
+
+    0 if they do not count tokens.
 
     Args:
-        places: Where the queries and keys of the call stand.
-        ids: Its position ids, int64 [B or 1, N].
+        places: Where the queries and keys of its first call stand.
+        ids: The position ids of this call, int64 [B or 1, N].
     """
     if find_disagreeing(places, ids, 0) is None:
         return 0
+    # The first real token of the first row, and its id. It counts either the slots before it, or no
+    # token.
     slot = 0 if places.real is None else int(places.real[0, : ids.shape[1]].int().argmax())
     first = int(ids[0, slot])
     by_slots, by_tokens = first - slot, first
-    shifts = (
-        shift for shift in (by_slots, by_tokens) if find_disagreeing(places, ids, 0, shift) is None
-    )
-    return next(shifts, 0)
+    for shift in (by_slots, by_tokens):
+        if find_disagreeing(places, ids, 0, shift) is None:
+            return shift
+    return 0
 
 
 def find_disagreeing(
     places: Places, ids: Tensor, start: int, shift: int = 0
 ) -> tuple[int, int] | None:
-    """Return the position id of a query that stands elsewhere, and the tokens before it; None if there is none.
+    """Return a position id that fits no way of counting, and the tokens before it.
 
     Args:
         places: Where the queries and keys of the call stand.
         ids: Its position ids, int64 [B or 1, N].
         start: The slot of the first query, counted from the beginning of the rows.
         shift: The number at which the ids begin.
+
+    Returns:
+        (position id, number of tokens); None if all ids fit.
     """
     first = start + shift
     slots = torch.arange(first, first + ids.shape[1], device=ids.device)
     wrong = ids != slots
-    if not bool(wrong.any()):  # as in nearly every call: the tokens are not counted
+    # True in nearly every call. Then real tokens need not be counted.
+    if not bool(wrong.any()):
         return None
     numbers = (places.count - 1)[:, start : start + ids.shape[1]].to(ids.device)
     if places.real is not None:
         is_query = places.real[:, start : start + ids.shape[1]].to(ids.device)
+        # A row is wrong if neither way of counting fits all of its real queries.
         by_slots = (wrong & is_query).any(1, keepdim=True)
         by_tokens = ((ids != numbers + shift) & is_query).any(1, keepdim=True)
         wrong = wrong & is_query & by_slots & by_tokens
         if not bool(wrong.any()):
             return None
     row, query = wrong.nonzero()[0].tolist()
-    return int(ids.expand(len(wrong), -1)[row, query]), int(
-        numbers.expand(len(wrong), -1)[row, query]
-    )
+    position = ids.expand(len(wrong), -1)[row, query]
+    before = numbers.expand(len(wrong), -1)[row, query]
+    return int(position), int(before)

@@ -96,7 +96,7 @@ class PairLayer(ScoreLayer):
             if isinstance(value, tuple):
                 check_count(config, name, total)
                 value = torch.tensor(value, dtype=dtype, device=call.query.device)
-                value = value if rank is None else rank.rows(value)
+                value = value if rank is None else rank.slice_rank(value)
             moved = getattr(self, config.parameter_name(name)) if name in d.learned else None
             if moved is not None:
                 zero = config.starts_at_zero(name)

@@ -1,4 +1,7 @@
-"""The base of the layers of HSA and of sparse rules: attention to selected keys, blended with full attention."""
+"""`SelectionLayer`: the base of the layers of HSA and sparse rules.
+
+It finds the rules of the heads, checks the call, and blends the result with full attention.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from torch import Tensor
 from ..engines import Options, PairScore
 from .base import Host, HostCall, MechanismLayer, Plan
 from .pruned import refuse_pruned
-from .selection.cache import LayerCache, layer_cache_of
+from .selection.cache import LayerCache, find_layer_cache
 
-#: The output [B, H, N, dv], and the weights [B, H, N, M]; None where they were not asked for.
+#: The output [B, H, N, dv], and the weights [B, H, N, M], or None if they were not requested.
 Result = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class SelectingCall:
-    """A call of a host whose queries attend to what their heads' rules select.
+    """A call of an attention layer whose rules select keys.
 
     Args:
-        call: Of the host.
-        whole: Attends to everything, as the host does.
+        call: Of the attention layer.
+        whole: Attends to all keys, as the original model does.
         score, value, options, backend, weights: As in `engines.attention`.
-        cache: Where keys and values come from one that keeps more than these.
+        cache: The cache that keys and values come from; None if unknown.
     """
 
     call: HostCall
@@ -41,28 +44,30 @@ class SelectingCall:
     cache: LayerCache | None = None
 
     def attend_whole(self) -> Result:
-        """Return the attention to everything."""
+        """Return full attention."""
         return self.whole(
             self.score, self.value, self.options, backend=self.backend, weights=self.weights
         )
 
 
 class SelectionLayer(MechanismLayer):
-    """Blend: (1-g)·o + g·o_selected with g = 0 at first, which computes both. Replace: o_selected.
+    """Base of the layers of HSA and sparse rules.
 
-    Subclasses say what the heads' rules are (`find_rules`) and compute o_selected (`attend_selected`).
+    mode="replace" returns o_selected, the attention to selected keys. mode="blend" computes both
+    and returns (1-g)·o + g·o_selected, with g = 0 at the start. Subclasses define the rules of the
+    heads (`find_rules`) and compute o_selected (`attend_selected`).
     """
 
     honours_heads = True
     mixes_heads = False
     reads_forgotten = True
 
-    #: For the warning beyond the length that settings were chosen for: their name, and the advice.
+    #: The name of the settings and the advice, for `warn_beyond`.
     settings: ClassVar[str]
     advice: ClassVar[str]
-    #: The type of `LayerCache.keep` that the layer can read, if a cache may forget something.
+    #: The type of `LayerCache.keep` that the layer can read, for caches that evict.
     kept_kind: ClassVar[type]
-    #: The attributes that hold the layer's parameters, or None.
+    #: The attributes that hold the layer's parameters; an attribute may be None.
     learned: ClassVar[tuple[str, ...]] = ("gate",)
 
     def __init__(
@@ -70,21 +75,27 @@ class SelectionLayer(MechanismLayer):
     ):
         super().__init__(config, host, mode, heads)
         self.host = host
-        # In a prefix LM rows grow as in causal attention, and a mask says what a query sees.
+        # In a prefix LM, rows grow as in causal attention, and the mask tells which keys a query
+        # sees.
         self.grows = host is not None and host.grows
         self.gate = self.per_head(host) if mode == "blend" else None
-        #: What `find_rules` found.
+        #: Results of `find_rules`, by its arguments.
         self.found: dict[tuple, Any] = {}
 
     @abstractmethod
     def find_rules(self, first: int, count: int, total: int, is_causal: bool) -> Any:
-        """Return the rules of the heads first ... first + count - 1 out of `total`.
+        """Return the rules of some heads.
 
-        Heads that were not chosen (`heads`) have rules that select everything.
+        Heads outside `self.heads` get rules that select everything.
+
+        Args:
+            first, count: The heads first ... first + count - 1.
+            total: Number of query heads of the attention layer.
+            is_causal: Whether queries see no key after their own.
         """
 
     def selects_everything(self, rules: Any) -> bool:
-        """Whether these rules leave attention as it is. The default answer is no."""
+        """Return whether these rules leave attention as it is. The default is False."""
         return False
 
     @abstractmethod
@@ -96,15 +107,17 @@ class SelectionLayer(MechanismLayer):
         Args:
             asked: The call.
             rules: Of its heads.
-            parameters: Of the layer, by name, as they stand.
+            parameters: Of the layer, by name, with their current values.
         """
 
     def change(self, plan: Plan) -> Plan:
-        # Read here: offload takes parameters away when this call returns, and the plan runs later.
+        """See `MechanismLayer.change`."""
+        # Read parameters here: offloading removes them when this call returns, and the plan runs
+        # later.
         parameters = {name: getattr(self, name) for name in self.learned}
-        return plan.change(attend=partial(self.attend, plan.call, plan.attend, parameters))
+        return plan.change(attend=partial(self.attend_blended, plan.call, plan.attend, parameters))
 
-    def attend(
+    def attend_blended(
         self,
         call: HostCall,
         whole: Callable,
@@ -115,7 +128,14 @@ class SelectionLayer(MechanismLayer):
         backend: str = "auto",
         weights: bool = False,
     ) -> Result:
-        """Return o_selected, blended with full attention if there is a gate."""
+        """Return o_selected, blended with full attention if there is a gate.
+
+        Args:
+            call: Of the attention layer.
+            whole: The attention that the plan had before.
+            parameters: Of the layer, by name.
+            score, value, options, backend, weights: As in `engines.attention`.
+        """
         name = self.config.mechanism
         self.warn_beyond(call, self.config.tuned_length, self.settings, self.advice)
         if call.first.index is None:
@@ -123,42 +143,66 @@ class SelectionLayer(MechanismLayer):
                 f"{name} was called with a sliding window and keys that begin at an unknown token; allowed: a mask "
                 "that Transformers makes (a 2D attention_mask or none), or use_cache=False"
             )
-        rules = self.rules_of(call)
+        rules = self.get_rules(call)
+        # Full attention does not count keys, so it may read a pruned cache.
         if not self.selects_everything(rules):
             refuse_pruned(call, name)
             if not call.is_causal:
                 self.check_later_tokens(call, rules)
-        cache = layer_cache_of(call.key, call.value, name, self.kept_kind)
-        asked = SelectingCall(call, whole, score, value, options, backend, weights, cache)
-        out, shares = self.attend_selected(asked, rules, parameters)
+        cache = find_layer_cache(call.key, call.value, name, self.kept_kind)
+        asked = SelectingCall(
+            call=call,
+            whole=whole,
+            score=score,
+            value=value,
+            options=options,
+            backend=backend,
+            weights=weights,
+            cache=cache,
+        )
+        out, selected_weights = self.attend_selected(asked, rules, parameters)
         gate = self.weigh_heads(parameters["gate"], call, rules)
         if gate is None:
-            return out, shares
-        first, shown = asked.attend_whole()
+            return out, selected_weights
+        whole_out, whole_weights = asked.attend_whole()
+        # In the dtype of the output: a float32 gate would turn a half-precision blend into float32.
         gate = gate.to(out.dtype)[:, None, None]
-        if shares is None or shown is None:
-            return first + gate * (out - first), shares
-        return first + gate * (out - first), shown + gate * (shares - shown)
+        out = whole_out + gate * (out - whole_out)
+        if selected_weights is None or whole_weights is None:
+            return out, selected_weights
+        return out, whole_weights + gate * (selected_weights - whole_weights)
 
-    def rules_of(self, call: HostCall) -> Any:
-        """Return the rules of the heads that are in the call, found once."""
+    def get_rules(self, call: HostCall) -> Any:
+        """Return the rules of the heads of the call; they are found once."""
         rank, count = call.heads, call.query.shape[1]
         first, total = (0, count) if rank is None else (rank.first, rank.total)
         about = first, count, total, call.is_causal
-        if torch.compiler.is_compiling():  # which would compile again once they are found
+        # The compiler guards the dict, and would compile again once it is filled.
+        if torch.compiler.is_compiling():
             return self.find_rules(*about)
         if about not in self.found:
             self.found[about] = self.find_rules(*about)
         return self.found[about]
 
     def check_later_tokens(self, call: HostCall, rules: Any) -> None:
-        """Refuse a call whose queries see the tokens after them, if it does not tell which keys are theirs."""
+        """Check a call whose queries see the tokens after them.
+
+        Raises:
+            ValueError: It is unknown which keys belong to the queries.
+        """
         call.first_query(self.config.mechanism, self.host)
 
     def weigh_heads(self, gate: Tensor | None, call: HostCall, rules: Any) -> Tensor | None:
-        """Return how much of o_selected each head gets, [H]; None for all of it."""
+        """Return g of each head, [H]; None for o_selected without a blend.
+
+        Args:
+            gate: [H]; None without one.
+            call: Of the attention layer.
+            rules: Of its heads.
+        """
         heads = self.head_mask(call)
         return gate if gate is None or heads is None else gate * heads
 
     def identical(self) -> bool:
+        """See `MechanismLayer.identical`: a gate of 0 leaves full attention."""
         return self.gate is not None and not bool(self.gate.any())

@@ -1,8 +1,10 @@
-"""The contracts that mechanisms and engines keep, as a kit: for our own, and for those of other packages.
+"""A kit that checks the contracts of mechanisms and engines, ours and yours.
+
+Here you learn how to check what you registered, in one call or as tests.
 
     import hf_hyperattn as ha, my_package
-    ha.testing.check_mechanism("my_score")          # every contract, in tiny random models of nine families
-    ha.testing.check_engine("my_engine")            # against `reference` in float64
+    ha.testing.check_mechanism("my_score")     # all contracts, in tiny random models
+    ha.testing.check_engine("my_engine")       # against `reference` in float64
 
 In pytest, one test for each contract, family and setting:
 
@@ -10,9 +12,10 @@ In pytest, one test for each contract, family and setting:
     def test_contract(check):
         check()
 
-A mechanism that refuses some of the models says so, and any other refusal fails:
+If a mechanism refuses some models, list them. Any other refusal fails:
 
-    ha.testing.check_mechanism("my_score", refuses={r".*-(gemma2|gpt_oss)": "softcap", "heads-.*": "changes all heads"})
+    refuses = {r".*-(gemma2|gpt_oss)": "softcap", "heads-.*": "changes all heads"}
+    ha.testing.check_mechanism("my_score", refuses=refuses)
 """
 
 from .checks import ContractError

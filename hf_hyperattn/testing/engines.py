@@ -1,4 +1,7 @@
-"""The contract of engines: what `reference` says in float64."""
+"""Check that an engine agrees with `reference` in float64, outputs and gradients.
+
+Here you learn which scores, calls and dtypes an engine must compute or refuse.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,27 @@ from torch import Tensor
 
 from .. import functional
 from ..engines import Options, attention, available_engines, dot_score
-from .checks import Expectation, Refused, run_all, with_refusals
+from .checks import Expectation, Refused, expect_refusals, run_checks
+
+#: Largest absolute error of outputs, and largest relative error of gradients.
+LIMITS = {
+    torch.float64: (1e-9, 1e-7),
+    torch.float32: (2e-4, 2e-3),
+    torch.bfloat16: (3e-2, 6e-2),
+}
 
 
 @dataclass(frozen=True)
 class EngineCheck(Expectation):
-    """One score under one kind of call, by one engine; called, it compares outputs and gradients with `reference`.
+    """Compare one score in one kind of call with `reference`. Call it to check.
 
     Args:
-        engine: a name out of `available_engines()`.
-        score: a name out of `SCORES`.
-        call: a name out of `CALLS`.
-        dtype: of queries, keys and values.
-        refusal: what the line by which it has to be refused says, a regular expression; None: it has to hold.
+        engine: A name from `available_engines()`.
+        score: A name from `SCORES`.
+        call: A name from `CALLS`.
+        dtype: Dtype of queries, keys and values.
+        refusal: Regular expression for the error with which the call must be refused. None: it must
+            hold.
     """
 
     engine: str
@@ -36,27 +47,28 @@ class EngineCheck(Expectation):
         return f"{self.engine}-{self.score}-{self.call}-{self.dtype}".replace("torch.", "")
 
     def check(self) -> None:
-        exact = self._run("reference", torch.float64)
+        """Compare outputs and gradients; raise ContractError or Refused."""
+        exact = self._run_engine("reference", torch.float64)
         try:
-            outputs = self._run(self.engine, self.dtype)
+            outputs = self._run_engine(self.engine, self.dtype)
         except ValueError as error:
             raise Refused(str(error)) from error
-        limits = {
-            torch.float64: (1e-9, 1e-7),
-            torch.float32: (2e-4, 2e-3),
-            torch.bfloat16: (3e-2, 6e-2),
-        }[self.dtype]
-        for place, (one, other) in enumerate(zip(outputs, exact, strict=True)):
-            limit = limits[0] if place == 0 else limits[1] * other.abs().max().item()
+        output_limit, gradient_limit = LIMITS[self.dtype]
+        names = ("output", "gradient of query", "gradient of key", "gradient of value")
+        for name, one, other in zip(names, outputs, exact, strict=True):
+            limit = output_limit
+            # Gradients have no natural size, so their limit is relative to the largest one.
+            if name != "output":
+                limit = gradient_limit * other.abs().max().item()
             apart = (one.double() - other).abs().max().item()
+            # `not ... <=` instead of `>`: it also catches NaN.
             if not apart <= limit:
-                what = ("output", "gradient of query", "gradient of key", "gradient of value")[
-                    place
-                ]
-                self.fail(f"the {what} is {apart:.1e} off, allowed: {limit:.1e}")
+                self.fail(f"the {name} is {apart:.1e} off, allowed: {limit:.1e}")
 
-    def _run(self, engine: str, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [t.to(self.dtype).to(dtype).requires_grad_() for t in points()]
+    def _run_engine(self, engine: str, dtype: torch.dtype) -> list[Tensor]:
+        """Return the output and the gradients of query, key and value."""
+        # Rounded to the check's dtype first: `reference` computes in float64 from the same numbers.
+        leaves = [t.to(self.dtype).to(dtype).requires_grad_() for t in make_vectors()]
         options = {
             n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
             for n, t in CALLS[self.call].items()
@@ -69,24 +81,27 @@ class EngineCheck(Expectation):
 
 
 @cache
-def points() -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [2, 4, 37, 8], keys and values [2, 2, 45, 8] in float64: random, round, equal and nearly equal ones."""
+def make_vectors() -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [2, 4, 37, 8], and keys and values [2, 2, 45, 8], in float64."""
     g = torch.Generator().manual_seed(7)
     query, key, value = (
         torch.randn(2, h, n, 8, generator=g, dtype=torch.float64)
         for h, n in ((4, 37), (2, 45), (2, 45))
     )
+    # Equal and nearly equal queries and keys: there distances have their largest relative errors.
     query[:, :, :8] = torch.randint(-2, 3, (2, 4, 8, 8), generator=g).double()
     key[:, :, :8] = query[:, ::2, :8]
     key[:, :, 8:16] = query[:, ::2, 8:16] + 1e-2 * torch.randn(
         2, 2, 8, 8, generator=g, dtype=torch.float64
     )
-    query[..., -1][:, :, 3], key[:, :, 20] = 1.0, 0.0
+    query[..., -1][:, :, 3] = 1.0
+    key[:, :, 20] = 0.0
+    # All dtypes compute from the same numbers.
     return query.bfloat16().double(), key.bfloat16().double(), value.bfloat16().double()
 
 
 _MASK = torch.rand(2, 1, 37, 45, generator=torch.Generator().manual_seed(8)) < 0.7
-#: Calls by what they ask for.
+#: Kinds of calls, by name: arguments of `scaled_dot_product_attention`.
 CALLS: dict[str, dict] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -94,9 +109,9 @@ CALLS: dict[str, dict] = {
     "masked and causal": {"attn_mask": _MASK, "is_causal": True},
     "additive": {"attn_mask": torch.where(_MASK, 0.5, -torch.inf).double()},
 }
-#: Scores by name: a function each with the arguments of `scaled_dot_product_attention`.
+#: Scores by name: functions with the arguments of `scaled_dot_product_attention`.
 SCORES: dict[str, Callable[..., Tensor]] = {
-    "dot product": lambda *a, **k: _dot(*a, **k),
+    "dot product": lambda *a, **k: _compute_dot_attention(*a, **k),
     "umbral": functional.cone_attention,
     "penumbral": lambda *a, **k: functional.cone_attention(*a, **k, variant="penumbral"),
     "penumbral heights": lambda *a, **k: functional.cone_attention(
@@ -110,11 +125,14 @@ SCORES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _dot(query, key, value, attn_mask=None, is_causal=False, enable_gqa=False, *, backend):
+def _compute_dot_attention(
+    query, key, value, attn_mask=None, is_causal=False, enable_gqa=False, *, backend
+):
     options = Options(mask=attn_mask, is_causal=is_causal)
     return attention(dot_score(query, key), value, options, backend=backend)[0]
 
 
+#: Dtypes that are checked by default.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -124,30 +142,43 @@ def check_engine(
     """Check that an engine agrees with `reference` in float64, forward and backward.
 
     Args:
-        name: as it is registered. What it passes on to another engine counts as its own.
-        dtypes: of queries, keys and values.
-        refuses: the checks that it has to refuse, by a ValueError of one line: regular expressions, of whole names of
-            checks ("engine-score-call-dtype", as `str(check)` gives it) and of what the error says. Any other refusal
-            fails.
+        name: Registered name of the engine. Calls that it passes on to another engine count as its
+            own.
+        dtypes: Dtypes of queries, keys and values.
+        refuses: Expected refusals. The key is a regular expression for whole names of checks:
+            "engine-score-call-dtype", as `str(check)` returns. The value is a regular expression
+            for the one-line ValueError. Any other refusal fails.
 
     Returns:
-        How many checks held ("held"), and how many were refused as expected ("refused").
+        Number of checks that held ("held"), and of checks that were refused as expected
+        ("refused").
 
     Raises:
-        ContractError: one line that names the score, the call and how far it is off.
-        ValueError: no engine has that name, no check has a name out of `refuses`, or all are refused.
+        ContractError: One line that names the score, the call and the error.
+        ValueError: No engine has that name, no check has a name from `refuses`, or all checks are
+            refused.
     """
-    return run_all(name, engine_checks(name, dtypes, refuses))
+    return run_checks(name, engine_checks(name, dtypes, refuses))
 
 
 def engine_checks(
     name: str, dtypes: Iterable[torch.dtype] = DTYPES, refuses: Mapping[str, str] | None = None
 ) -> list[EngineCheck]:
-    """The checks of `check_engine`, which see, for a test of their own each."""
+    """Return the checks of `check_engine`, so that each one can be a test of its own.
+
+    Args:
+        name, dtypes, refuses: As in `check_engine`.
+
+    Returns:
+        One callable for each score, call and dtype.
+
+    Raises:
+        ValueError: No engine has that name, or no check has a name from `refuses`.
+    """
     if name not in available_engines():
         raise ValueError(f"backend={name!r} is unknown; allowed: {', '.join(available_engines())}")
     checks = [
-        EngineCheck(name, score, call, dtype)
+        EngineCheck(engine=name, score=score, call=call, dtype=dtype)
         for score, call, dtype in product(SCORES, CALLS, dtypes)
     ]
-    return with_refusals(checks, refuses)
+    return expect_refusals(checks, refuses)

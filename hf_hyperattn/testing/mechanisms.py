@@ -1,4 +1,8 @@
-"""The contracts of mechanisms, in tiny models of nine families with random numbers."""
+"""Check the contracts of mechanisms in tiny random models of nine families.
+
+Here you learn what every mechanism must do: start as the original model, learn, save, and work with
+    caches and engines.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,16 @@ from model_patches.routing import STOCK_CACHE
 from ..config import MechanismConfig, Mode
 from ..integration import describe, lora_config, patch_model, set_backend, unpatch_model
 from ..registry import get_mechanism
-from .checks import Expectation, Refused, run_all, with_refusals
+from .checks import Expectation, Refused, expect_refusals, run_checks
 
+# An initializer range of 0.3, not the usual 0.02: otherwise attention in so small a model is almost
+# uniform, and errors in the logits hardly show.
 _SIZES: dict[str, Any] = dict(
-    vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
-)
-_SIZES |= dict(
+    vocab_size=99,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
     max_position_embeddings=64,
     bos_token_id=1,
     eos_token_id=2,
@@ -43,65 +51,83 @@ _STACKS: dict[str, Any] = dict(
     encoder_ffn_dim=40,
     decoder_ffn_dim=40,
     encoder_attention_heads=4,
-)
-_STACKS |= dict(
-    decoder_attention_heads=4, init_std=0.3, decoder_start_token_id=1, forced_eos_token_id=None
+    decoder_attention_heads=4,
+    init_std=0.3,
+    decoder_start_token_id=1,
+    forced_eos_token_id=None,
 )
 
-#: Tiny models by model type, each by the class and the config it is made of: grouped heads and rotary positions;
-#: learned positions; a sliding window; a cap of logits; sinks; a bias of positions; both directions; two stacks with
-#: cross-attention; pictures.
+#: The auto class and the config of a tiny model, by model type.
 FAMILIES: dict[str, tuple[str, dict]] = {
+    # Grouped heads and rotary positions.
     "llama": ("AutoModelForCausalLM", _GROUPED),
+    # Learned positions.
     "gpt2": ("AutoModelForCausalLM", _SIZES),
+    # A sliding window.
     "mistral": ("AutoModelForCausalLM", _GROUPED | dict(sliding_window=4)),
+    # A softcap.
     "gemma2": ("AutoModelForCausalLM", _GROUPED | dict(sliding_window=4)),
+    # Sinks.
     "gpt_oss": (
         "AutoModelForCausalLM",
         _GROUPED | dict(sliding_window=4, num_local_experts=2, num_experts_per_tok=1),
     ),
+    # A position bias, and cross-attention.
     "t5": ("AutoModelForSeq2SeqLM", _T5),
+    # Bidirectional attention.
     "bert": ("AutoModelForMaskedLM", _SIZES),
+    # Cross-attention.
     "bart": ("AutoModelForSeq2SeqLM", dict(vocab_size=99, d_model=32, pad_token_id=0) | _STACKS),
+    # Images.
     "vit": ("AutoModelForImageClassification", _SIZES | dict(image_size=16, patch_size=4)),
 }
-#: No dropout anywhere, by the names that families have for it.
-_DROPOUTS = "hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop attn_pdrop dropout dropout_rate"
-#: Families whose queries see only what is before them.
+#: Config fields for dropout in all families. They are set to 0.
+_DROPOUTS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+    "dropout_rate",
+)
+#: Families with causal attention.
 CAUSAL = ("llama", "gpt2", "mistral", "gemma2", "gpt_oss")
-#: Families whose heads share keys.
+#: Families whose query heads share keys.
 GROUPED = ("llama", "mistral", "gemma2", "gpt_oss")
-#: Families of two stacks.
+#: Families with an encoder and a decoder.
 TWO_STACKS = ("bart", "t5")
-#: What follows a head's output, by family: where it can be seen alone.
-PROJECTION = {
+#: The output projection of the first layer. Its input is the output of each head by itself.
+OUTPUT_PROJECTIONS = {
     "llama": "model.layers.0.self_attn.o_proj",
     "bert": "bert.encoder.layer.0.attention.output.dense",
 }
-#: One mechanism of each kind beside which every other one is patched, where that is not refused.
-BESIDE = ("cone", "hype", "hsa", "head_fusion", "talking_heads")
+#: One mechanism of each kind. The contract `composition` combines each with the mechanism.
+COMPANIONS = ("cone", "hype", "hsa", "head_fusion", "talking_heads")
 
-#: Tensors by what they are.
+#: Tensors by name, such as an output or the gradients of parameters.
 Numbers = dict[str, Tensor]
-#: How many times as far from float64 as rounding takes numbers in float32 those of another way may be.
-ROUNDINGS = 8
-#: What two numbers may differ by, however small they are.
-SMALLEST = 1e-6
+#: Allowed error of a way of computing, relative to the rounding error of the plain way in float32.
+ROUNDING_FACTOR = 8
+#: Difference that is always allowed between two numbers.
+ALWAYS_ALLOWED = 1e-6
 
 
 @dataclass(frozen=True)
 class Check(Expectation):
-    """One contract of one mechanism in one setting, to be called.
+    """One contract of one mechanism in one setting. Call the object to check it.
 
     Args:
-        contract: a name out of `CONTRACTS`.
-        config: the mechanism's config.
+        contract: A name from `CONTRACTS`.
+        config: The mechanism's config.
         mode: "blend" or "replace".
-        family: a name out of `FAMILIES`.
-        refusal: what the line by which it has to be refused says, a regular expression; None: it has to hold.
+        family: A name from `FAMILIES`.
+        refusal: Regular expression for the error with which the setting must be refused. None: the
+            contract must hold.
 
     Raises:
-        ContractError: the contract is not kept, or it is refused, or it is not refused and has to be.
+        ContractError: The contract is broken, or the setting is refused unexpectedly, or an
+            expected refusal is missing.
     """
 
     contract: str
@@ -110,8 +136,9 @@ class Check(Expectation):
     family: str
 
     def check(self) -> None:
+        """Check the contract; raise ContractError or Refused."""
         contract = CONTRACTS[self.contract]
-        if contract.about_learning and not added(self.patched()):
+        if contract.about_learning and not list_added(self.make_patched_model()):
             raise Refused("nothing is added that learns")
         contract.function(self)
 
@@ -123,35 +150,46 @@ class Check(Expectation):
             )
         )
 
-    def stock(self, **changes) -> Any:
-        """The model, the same numbers every time."""
-        return _model(self.family, **changes)
+    def make_stock_model(self, **changes) -> Any:
+        """Return the original model, with the same numbers every time."""
+        return _make_model(self.family, **changes)
 
-    def patch(
+    def apply_patch(
         self, model: Any, *configs: MechanismConfig, amount: float = 0.0, **settings: Any
     ) -> Any:
-        """The model patched, with this check's config if no other is given, its added parameters moved by `amount`."""
+        """Patch the model and move its added parameters.
+
+        Args:
+            model: The model.
+            configs: Configs of the mechanisms. None given: the check's own config.
+            amount: Standard deviation of the move.
+            settings: Passed to `patch_model`.
+
+        Raises:
+            Refused: `patch_model` raised ValueError.
+        """
         try:
             patch_model(model, *(configs or (self.config,)), mode=self.mode, **settings)
         except ValueError as error:
             raise Refused(str(error)) from error
-        return move(model, amount)
+        return move_parameters(model, amount)
 
-    def patched(self, amount: float = 0.3, **changes) -> Any:
-        """A new model, patched, its added parameters moved away from where they start."""
-        return self.patch(self.stock(**changes), amount=amount)
+    def make_patched_model(self, amount: float = 0.3, **changes) -> Any:
+        """Return a new patched model, its added parameters moved from their start."""
+        return self.apply_patch(self.make_stock_model(**changes), amount=amount)
 
-    def equal(self, first: Tensor, second: Tensor, most: float, what: str) -> None:
-        """Refuse outputs that are further apart than `most` anywhere, however large they are, or not finite."""
+    def require_equal(self, first: Tensor, second: Tensor, most: float, what: str) -> None:
+        """Fail if two outputs differ anywhere by more than `most`, or are not finite."""
         if first.shape != second.shape:
             self.fail(
                 f"{what} changes the shape", f"{tuple(first.shape)} and {tuple(second.shape)}"
             )
-        apart = (first.double() - second.double()).abs().max().item()
+        apart = measure_distance(first, second)
+        # `not ... <=` instead of `>`: it also catches NaN.
         if not apart <= most:
             self.fail(f"{what} changes the output by {apart:.1e}, allowed: {most:g}")
 
-    def equal_but_rounding(
+    def require_equal_but_rounding(
         self,
         found: Numbers,
         model: nn.Module,
@@ -159,30 +197,34 @@ class Check(Expectation):
         least: float,
         what: str,
     ) -> None:
-        """Refuse numbers, by name, that differ from those of the plain way by more than rounding explains.
+        """Fail if numbers differ from the plain way by more than rounding explains.
 
         Args:
-            found: what `what` gives, in float32.
-            model: in float32.
-            way: gives the numbers of a model the plain way.
-            least: a difference that is always allowed, relative to the largest number where that is below 1.
+            found: Numbers in float32, computed in the way that is checked.
+            model: The model in float32.
+            way: Returns the numbers of a model in the plain way.
+            least: Difference that is always allowed. It is relative to the largest number if that
+                is below 1.
+            what: Name of the way that is checked, for the error.
         """
         plain = way(model)
         limits = {
-            name: max(least * min(1.0, number.abs().max().item()), SMALLEST)
+            name: max(least * min(1.0, number.abs().max().item()), ALWAYS_ALLOWED)
             for name, number in plain.items()
         }
-        if all(distance(found[name], number) <= limits[name] for name, number in plain.items()):
+        # Most checks end here: computing in float64, several times, takes long.
+        if all(
+            measure_distance(found[name], number) <= limits[name] for name, number in plain.items()
+        ):
             return
-        exact, rounding = in_float64(model, way)
+        exact, rounding = compute_in_float64(model, way)
         for name, number in exact.items():
-            apart, most = (
-                distance(found[name], number),
-                max(ROUNDINGS * rounding[name], limits[name]),
-            )
+            apart = measure_distance(found[name], number)
+            most = max(ROUNDING_FACTOR * rounding[name], limits[name])
             if not apart <= most:
                 self.fail(
-                    f"{what} changes {name} by {apart:.1e} from what float64 gives, allowed: {most:.1e}"
+                    f"{what} changes {name} by {apart:.1e} from what float64 gives, "
+                    f"allowed: {most:.1e}"
                 )
 
 
@@ -193,29 +235,34 @@ def check_mechanism(
     families: Iterable[str] | None = None,
     refuses: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
-    """Check every contract of a mechanism; ours or that of another package, which must have been imported.
+    """Check every contract of a mechanism.
+
+    The mechanism may belong to another package, which must be imported first.
 
     Args:
-        name: as it is registered.
-        configs: settings to check; the default config where none is given.
-        contracts: names out of `CONTRACTS`; None for all.
-        families: names out of `FAMILIES`; None for all.
-        refuses: the checks that have to be refused, by a ValueError of one line when the model is patched: regular
-            expressions, of whole names of checks ("contract-mechanism(settings)-mode-family", as `str(check)` gives
-            it) and of what the error says: `{".*-gemma2": "softcap"}`. "nothing is added that learns" is the kit's
-            own refusal, of contracts about added parameters. Any other refusal fails.
+        name: Registered name of the mechanism.
+        configs: Configs to check. None given: the default config.
+        contracts: Names from `CONTRACTS`. None: all.
+        families: Names from `FAMILIES`. None: all.
+        refuses: Expected refusals, such as `{".*-gemma2": "softcap"}`. The key is a regular
+            expression for whole names of checks: "contract-mechanism(settings)-mode-family", as
+            `str(check)` returns. The value is a regular expression for the one-line ValueError that
+            patching raises. Contracts about added parameters refuse mechanisms without any by
+            "nothing is added that learns". Any other refusal fails.
 
     Returns:
-        How many checks held ("held"), and how many were refused as expected ("refused").
+        Number of checks that held ("held"), and of checks that were refused as expected
+        ("refused").
 
     Raises:
-        ContractError: one line that names the contract, the setting and what was found.
-        ValueError: no mechanism has that name, no check has a name out of `refuses`, or all are refused.
+        ContractError: One line that names the contract, the setting and the finding.
+        ValueError: No mechanism has that name, no check has a name from `refuses`, or all checks
+            are refused.
     """
     checks = mechanism_checks(
         name, *configs, contracts=contracts, families=families, refuses=refuses
     )
-    return run_all(name, checks)
+    return run_checks(name, checks)
 
 
 def mechanism_checks(
@@ -225,27 +272,41 @@ def mechanism_checks(
     families: Iterable[str] | None = None,
     refuses: Mapping[str, str] | None = None,
 ) -> list[Check]:
-    """The checks of `check_mechanism`, which see, for a test of their own each; those that have a meaning alone."""
+    """Return the checks of `check_mechanism`, each for a test of its own.
+
+    Args:
+        name, configs, contracts, families, refuses: As in `check_mechanism`.
+
+    Returns:
+        One callable for each contract, config, mode and family, except for combinations without a
+        meaning.
+
+    Raises:
+        ValueError: No mechanism has that name, or no check has a name from `refuses`.
+    """
     configs = configs or (get_mechanism(name).config(),)
-    names, kinds = _known("contract", contracts, CONTRACTS), _known("family", families, FAMILIES)
+    names = _check_names("contract", contracts, CONTRACTS)
+    kinds = _check_names("family", families, FAMILIES)
     checks = [
-        Check(contract, config, mode, family)
+        Check(contract=contract, config=config, mode=mode, family=family)
         for contract, config, mode, family in product(names, configs, get_args(Mode), kinds)
-        if family in CONTRACTS[contract].families and _has_meaning(contract, name, mode)
+        if family in CONTRACTS[contract].families and _is_meaningful(contract, name, mode)
     ]
-    return with_refusals(checks, refuses)
+    return expect_refusals(checks, refuses)
 
 
-def _has_meaning(contract: str, name: str, mode: Mode) -> bool:
+def _is_meaningful(contract: str, name: str, mode: Mode) -> bool:
+    """Return whether a contract says anything about a mechanism in this mode."""
     mechanism = get_mechanism(name)
-    if (
-        contract == "identity"
-    ):  # the published operator starts elsewhere, but for what acts on heads
+    if contract == "identity":
+        # In mode "replace" only mechanisms that act on heads start as the original model. Others
+        # start as published.
         return mode == "blend" or mechanism.stage in ("mixing", "fusion")
     return contract != "by_name" or (mode == "replace" and bool(mechanism.names))
 
 
-def _known(what: str, chosen: Iterable[str] | None, known: dict) -> list[str]:
+def _check_names(what: str, chosen: Iterable[str] | None, known: dict) -> list[str]:
+    """Return the chosen names, or all if None; raise ValueError for an unknown name."""
     chosen = list(known) if chosen is None else list(chosen)
     for name in chosen:
         if name not in known:
@@ -253,30 +314,32 @@ def _known(what: str, chosen: Iterable[str] | None, known: dict) -> list[str]:
     return chosen
 
 
-# Models, what they are called with, and what is compared.
+# Models, their inputs, and the numbers that are compared.
 
 
-def _model(family: str, **changes) -> hf.PreTrainedModel:
+def _make_model(family: str, **changes) -> hf.PreTrainedModel:
+    """Return a tiny random model; `changes` override its config."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         auto, sizes = FAMILIES[family]
         config = hf.AutoConfig.for_model(family, **sizes | changes)
-        for name in _DROPOUTS.split():
+        for name in _DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, 0.0)
-        # of Transformers 5.17, Gemma2 takes SDPA by itself, which leaves its softcap out
+        # In Transformers 5.17, Gemma2 uses SDPA by default, which ignores its softcap.
         own = dict(attn_implementation="eager") if family == "gemma2" else {}
         return getattr(hf, auto).from_config(config, **own).eval()
 
 
-def inputs_of(family: str) -> dict[str, Tensor]:
-    """A call of a family's model: two rows, the first one padded where rows have tokens."""
+def make_inputs(family: str) -> dict[str, Tensor]:
+    """Return inputs of two rows; the first is padded if rows are tokens."""
     generator = torch.Generator().manual_seed(1)
     if family == "vit":
         return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
     ids = torch.randint(5, 90, (2, 11), generator=generator)
     mask = torch.ones_like(ids)
     if family in CAUSAL:
+        # Causal models are padded on the left, as for generation.
         mask[0, :3] = 0
         return {
             "input_ids": ids,
@@ -284,16 +347,18 @@ def inputs_of(family: str) -> dict[str, Tensor]:
             "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
         }
     mask[0, -3:] = 0
-    return {"input_ids": ids, "attention_mask": mask} | (
-        {"decoder_input_ids": ids[:, :7]} if family in TWO_STACKS else {}
-    )
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if family in TWO_STACKS:
+        inputs["decoder_input_ids"] = ids[:, :7]
+    return inputs
 
 
-def output_of(model: Callable[..., Any], family: str, **call) -> Tensor:
-    """The logits of a call, of tokens that are no padding."""
+def compute_output(model: Callable[..., Any], family: str, **call) -> Tensor:
+    """Return the logits of a call without the rows of padding."""
     dtype = getattr(model, "dtype", torch.float32)
     inputs = {
-        n: t.to(dtype) if n == "pixel_values" else t for n, t in (inputs_of(family) | call).items()
+        n: t.to(dtype) if n == "pixel_values" else t
+        for n, t in (make_inputs(family) | call).items()
     }
     logits = model(**inputs).logits
     mask = inputs.get("attention_mask")
@@ -301,61 +366,75 @@ def output_of(model: Callable[..., Any], family: str, **call) -> Tensor:
 
 
 @torch.no_grad()
-def run(model: Callable[..., Any], family: str, **call) -> Tensor:
-    """`output_of` without gradients."""
-    return output_of(model, family, **call)
+def run_model(model: Callable[..., Any], family: str, **call) -> Tensor:
+    """Call `compute_output` without gradients."""
+    return compute_output(model, family, **call)
 
 
 @torch.no_grad()
-def move(model: nn.Module, amount: float = 0.3) -> nn.Module:
-    """Move every added parameter from where it stands, by the same numbers in every run."""
+def move_parameters(model: nn.Module, amount: float = 0.3) -> nn.Module:
+    """Add random numbers to every added parameter, the same in every run."""
     generator = torch.Generator().manual_seed(5)
-    for _, parameter in added(model):
+    for _, parameter in list_added(model):
         parameter.add_(
             (torch.randn(parameter.shape, generator=generator) * amount).to(parameter.dtype)
         )
     return model
 
 
-def in_float64(model: nn.Module, way: Callable[[Any], Numbers]) -> tuple[Numbers, dict[str, float]]:
-    """Numbers of a model in float64, and how far from these rounding takes float32's: by their own distance, which may
-    be small by luck, or by that of numbers in float64 of which every weight has moved by up to two units in float32's
-    last place.
+def compute_in_float64(
+    model: nn.Module, way: Callable[[Any], Numbers]
+) -> tuple[Numbers, dict[str, float]]:
+    """Compute numbers in float64, and estimate the rounding error of float32.
+
+    Args:
+        model: The model in float32.
+        way: Returns the numbers of a model.
+
+    Returns:
+        The numbers in float64, and the estimated error of each.
     """
-    exact, near = way(_double(model)), [way(model)]
+    exact, near = way(_copy_to_float64(model)), [way(model)]
+    # The distance of the float32 numbers may be small by luck. So three more samples follow:
+    # float64 numbers after every weight has moved by up to two units in the last place of float32.
     for seed in range(3):
-        moved, generator = _double(model), torch.Generator().manual_seed(seed)
+        moved = _copy_to_float64(model)
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in moved.parameters():
                 step = 4 * torch.rand(weight.shape, generator=generator) - 2
                 weight.mul_(1 + torch.finfo(torch.float32).eps * step)
         near.append(way(moved))
     return exact, {
-        name: max(distance(numbers[name], number) for numbers in near)
+        name: max(measure_distance(numbers[name], number) for numbers in near)
         for name, number in exact.items()
     }
 
 
-def _double(model: Any) -> Any:
-    """A copy of a model in float64."""
+def _copy_to_float64(model: Any) -> Any:
+    """Return a copy of a model in float64."""
     model = copy.deepcopy(model).double()
     if hasattr(model.config, "num_local_experts"):
-        model.set_experts_implementation("eager")  # grouped products know no float64
+        # Grouped matrix products do not support float64.
+        model.set_experts_implementation("eager")
     return model
 
 
-def distance(first: Tensor, second: Tensor) -> float:
-    """The largest difference of two tensors' numbers."""
+def measure_distance(first: Tensor, second: Tensor) -> float:
+    """Return the largest absolute difference between two tensors."""
     return (first.double() - second.double()).abs().max().item()
 
 
-def added(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and parameters that patching has added."""
+def list_added(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the names and parameters that patching has added."""
     return [(n, p) for n, p in model.named_parameters() if ".hyper." in n]
 
 
-def facts(model: hf.PreTrainedModel) -> dict[str, object]:
-    """What a model is, apart from numbers: classes, attributes, hooks, config, names in the state dict."""
+def collect_facts(model: hf.PreTrainedModel) -> dict[str, object]:
+    """Return everything about a model except tensor values.
+
+    These are classes, attributes, hooks, the config, and the names in the state dict.
+    """
     known: dict[str, object] = {
         "state dict": list(model.state_dict()),
         "config": model.config.to_dict(),
@@ -363,152 +442,186 @@ def facts(model: hf.PreTrainedModel) -> dict[str, object]:
     for name, module in model.named_modules():
         known[f"{name}: class"] = type(module)
         for key, value in vars(module).items():
-            plain = isinstance(value, int | float | str | None)
-            known[f"{name}.{key}"] = (
-                value if plain else list(value) if isinstance(value, dict) else type(value)
-            )
+            if isinstance(value, dict):
+                value = list(value)
+            elif not isinstance(value, int | float | str | None):
+                value = type(value)
+            known[f"{name}.{key}"] = value
     return known
 
 
-# The contracts: each raises a ContractError.
+# The contracts. Each one raises ContractError, or Refused.
 
 
 class Contract(NamedTuple):
-    """What checks it, the families where it has a meaning or that tell enough, and whether it is about learning."""
+    """A registered contract.
+
+    Args:
+        function: Checks the contract.
+        families: Families in which the contract is checked.
+        about_learning: Whether it applies only to mechanisms that add parameters.
+    """
 
     function: Callable[[Check], None]
     families: tuple[str, ...]
     about_learning: bool
 
 
-#: Every contract of a mechanism, by name.
+#: All contracts of mechanisms, by name.
 CONTRACTS: dict[str, Contract] = {}
 
 
-def contract(*families: str, about_learning: bool = False) -> Callable:
-    """Register a contract: for these families, or all, and for mechanisms that add parameters, or all."""
+def register_contract(*families: str, about_learning: bool = False) -> Callable:
+    """Register the decorated function as a contract under its name.
 
-    def registered(function: Callable[[Check], None]) -> Callable[[Check], None]:
+    Args:
+        families: Families in which it is checked. None given: all.
+        about_learning: Whether it applies only to mechanisms that add parameters.
+    """
+
+    def register(function: Callable[[Check], None]) -> Callable[[Check], None]:
         CONTRACTS[function.__name__] = Contract(
             function, families or tuple(FAMILIES), about_learning
         )
         return function
 
-    return registered
+    return register
 
 
-@contract()
+@register_contract()
 def identity(check: Check) -> None:
-    """A patched model starts as the model it was: skipped, computed, and with gradients."""
-    stock = run(check.stock(), check.family)
-    most = 1e-5 * max(
-        1.0, stock.abs().max().item()
-    )  # another order of sums rounds by the numbers' size
-    check.equal(run(check.patched(0.0), check.family), stock, most, "patching")
-    check.equal(output_of(check.patched(0.0), check.family), stock, most, "patching for training")
-    computed = {"the output": run(check.patched(1e-12), check.family)}
-    plain = lambda model: {"the output": run(model, check.family)}
-    check.equal_but_rounding(
-        computed, check.stock(), plain, most, "a mechanism that is computed at its start"
+    """A patched model starts as the original model."""
+    stock = run_model(check.make_stock_model(), check.family)
+    # Sums in another order round in proportion to the size of the numbers.
+    most = 1e-5 * max(1.0, stock.abs().max().item())
+    # Three ways: a mechanism may be skipped at its start, but not in training, and not once a
+    # parameter has moved.
+    check.require_equal(
+        run_model(check.make_patched_model(0.0), check.family), stock, most, "patching"
+    )
+    check.require_equal(
+        compute_output(check.make_patched_model(0.0), check.family),
+        stock,
+        most,
+        "patching for training",
+    )
+    computed = {"the output": run_model(check.make_patched_model(1e-12), check.family)}
+    plain = lambda model: {"the output": run_model(model, check.family)}
+    check.require_equal_but_rounding(
+        computed, check.make_stock_model(), plain, most, "a mechanism that is computed at its start"
     )
 
 
-@contract()
+@register_contract()
 def reversal(check: Check) -> None:
-    """`unpatch_model` gives back the original, whatever was learned in between."""
-    model = check.stock()
-    before, numbers = facts(model), copy.deepcopy(model.state_dict())
-    output = run(model, check.family)
-    unpatch_model(check.patch(model, amount=0.3))
-    after = facts(model)
+    """`unpatch_model` restores the original model, whatever was learned in between."""
+    model = check.make_stock_model()
+    before, numbers = collect_facts(model), copy.deepcopy(model.state_dict())
+    output = run_model(model, check.family)
+    unpatch_model(check.apply_patch(model, amount=0.3))
+    after = collect_facts(model)
     changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
     if changed:
         check.fail("unpatch_model leaves something changed", ", ".join(changed[:5]))
     if not all(torch.equal(t, numbers[n]) for n, t in model.state_dict().items()):
         check.fail("unpatch_model leaves other numbers")
-    check.equal(run(model, check.family), output, 0, "patching and unpatching")
+    check.require_equal(run_model(model, check.family), output, 0, "patching and unpatching")
 
 
-def gradients_of(model: Any, family: str, **call) -> dict[str, Any]:
-    """Gradients of the added parameters, by name."""
+def compute_gradients(model: Any, family: str, **call) -> dict[str, Any]:
+    """Return the gradients of the added parameters, by name."""
     model.zero_grad()
-    output_of(model, family, **call).float().square().mean().backward()
-    return {name.removeprefix("_orig_mod."): parameter.grad for name, parameter in added(model)}
+    compute_output(model, family, **call).float().square().mean().backward()
+    # torch.compile puts its prefix before all names.
+    return {
+        name.removeprefix("_orig_mod."): parameter.grad for name, parameter in list_added(model)
+    }
 
 
-@contract("llama", "gpt2", "bert", "vit", about_learning=True)
+@register_contract("llama", "gpt2", "bert", "vit", about_learning=True)
 def learning(check: Check) -> None:
     """Every added parameter gets a finite gradient and moves in three steps."""
-    model = check.patched(0.0).train()
-    start = {n: p.detach().clone() for n, p in added(model)}
-    optimizer = torch.optim.Adam([p for _, p in added(model)], lr=0.01)
+    model = check.make_patched_model(0.0).train()
+    start = {n: p.detach().clone() for n, p in list_added(model)}
+    optimizer = torch.optim.Adam([p for _, p in list_added(model)], lr=0.01)
     for _ in range(3):
-        for name, slope in gradients_of(model, check.family).items():
+        for name, slope in compute_gradients(model, check.family).items():
             if slope is None or not slope.isfinite().all():
                 check.fail(f"{name} gets {'no' if slope is None else 'an infinite'} gradient")
         optimizer.step()
-    still = [name for name, parameter in added(model) if torch.equal(parameter, start[name])]
+    still = [name for name, parameter in list_added(model) if torch.equal(parameter, start[name])]
     if still:
         raise Refused(f"what is added does not move in three steps: {', '.join(still)}")
 
 
-@contract("gpt2", "bert", about_learning=True)  # Llama's norms compute in float32, too roughly
+# Not for Llama: its norms compute in float32, too roughly for differences.
+@register_contract("gpt2", "bert", about_learning=True)
 def gradients(check: Check) -> None:
-    """Gradients of added parameters are differences of the loss, in float64, along a direction of all entries."""
-    model = check.patched(0.2).double()
+    """Gradients of added parameters agree with differences of the loss in float64."""
+    model = check.make_patched_model(0.2).double()
     generator = torch.Generator().manual_seed(3)
-    slopes = gradients_of(model, check.family)
-    for name, parameter in added(model):
+    slopes = compute_gradients(model, check.family)
+    for name, parameter in list_added(model):
         direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         losses = []
+        # A central difference: one step forward, two back, then one forward to the start.
         for step in (1e-6, -2e-6):
             parameter.data.add_(direction, alpha=step)
-            losses.append(run(model, check.family).square().mean().item())
+            losses.append(run_model(model, check.family).square().mean().item())
         parameter.data.add_(direction, alpha=1e-6)
-        measured, slope = (losses[0] - losses[1]) / 2e-6, (slopes[name] * direction).sum().item()
+        measured = (losses[0] - losses[1]) / 2e-6
+        slope = (slopes[name] * direction).sum().item()
         if abs(measured - slope) > 1e-4 * slopes[name].norm().item() + 1e-7:
             check.fail(
-                f"along a direction the gradient of {name} is {slope:.6g}, and the loss's {measured:.6g}"
+                f"along a direction the gradient of {name} is {slope:.6g}, "
+                f"and the loss's {measured:.6g}"
             )
 
 
-@contract()
+@register_contract()
 def reload(check: Check) -> None:
-    """Saved and loaded by plain `from_pretrained` it gives the same numbers; the card names the mechanism."""
-    model = check.patched()
+    """A model that is saved and loaded by `from_pretrained` returns the same numbers.
+
+    Its model card names the mechanism.
+    """
+    model = check.make_patched_model()
     with tempfile.TemporaryDirectory() as folder:
-        again = _saved_and_loaded(model, folder)
+        again = _save_and_load(model, folder)
         card = Path(folder, "README.md")
         if not card.exists() or check.config.mechanism not in card.read_text():
             check.fail("save_pretrained writes no card that names the mechanism")
-    check.equal(run(again, check.family), run(model, check.family), 0, "reloading")
+    check.require_equal(
+        run_model(again, check.family), run_model(model, check.family), 0, "reloading"
+    )
 
 
-def _saved_and_loaded(model: hf.PreTrainedModel, folder: str) -> hf.PreTrainedModel:
+def _save_and_load(model: hf.PreTrainedModel, folder: str) -> hf.PreTrainedModel:
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder)
 
 
-@contract("llama", "bert")
+@register_contract("llama", "bert")
 def copies(check: Check) -> None:
-    """A deep copy, a pickled model and a state dict carry the mechanism."""
-    model, buffer = check.patched(), io.BytesIO()
-    output = run(model, check.family)
-    check.equal(run(copy.deepcopy(model), check.family), output, 0, "a deep copy")
-    check.equal(run(pickle.loads(pickle.dumps(model)), check.family), output, 0, "pickling")
+    """A deep copy, a pickled model and a state dict keep the mechanism."""
+    model, buffer = check.make_patched_model(), io.BytesIO()
+    output = run_model(model, check.family)
+    check.require_equal(run_model(copy.deepcopy(model), check.family), output, 0, "a deep copy")
+    check.require_equal(
+        run_model(pickle.loads(pickle.dumps(model)), check.family), output, 0, "pickling"
+    )
     torch.save(model.state_dict(), buffer)
-    other = check.patched(0.0)
+    other = check.make_patched_model(0.0)
     other.load_state_dict(torch.load(io.BytesIO(buffer.getvalue())))
-    check.equal(run(other, check.family), output, 0, "a state dict")
+    check.require_equal(run_model(other, check.family), output, 0, "a state dict")
 
 
-@contract("llama", "bert")
+@register_contract("llama", "bert")
 def heads(check: Check) -> None:
-    """`heads=` leaves the other heads alone."""
-    model = check.stock(num_hidden_layers=1)
-    before = _heads_of(model, check.family)
-    check.patch(model, amount=0.5, heads=[0, 2])
-    apart = (_heads_of(model, check.family) - before).abs().amax((0, 1, 3))
+    """`heads=` changes these heads and no others."""
+    model = check.make_stock_model(num_hidden_layers=1)
+    before = _read_heads(model, check.family)
+    check.apply_patch(model, amount=0.5, heads=[0, 2])
+    apart = (_read_heads(model, check.family) - before).abs().amax((0, 1, 3))
     if apart[[1, 3]].max() > 1e-5:
         check.fail(f"heads=[0, 2] changes other heads by {apart[[1, 3]].max():.1e}")
     if not apart[[0, 2]].min() > 1e-5:
@@ -516,61 +629,68 @@ def heads(check: Check) -> None:
 
 
 @torch.no_grad()
-def _heads_of(model: nn.Module, family: str) -> Tensor:
-    """[B, N, 4, d]: what the heads of the first layer hand to the projection behind them."""
+def _read_heads(model: nn.Module, family: str) -> Tensor:
+    """Return the outputs of the first layer's heads, [1, N, 4, d]."""
     seen: list[Tensor] = []
-    handle = model.get_submodule(PROJECTION[family]).register_forward_pre_hook(
+    handle = model.get_submodule(OUTPUT_PROJECTIONS[family]).register_forward_pre_hook(
         lambda _, args: seen.append(args[0])
     )
-    run(model, family)
+    run_model(model, family)
     handle.remove()
-    return seen[0].unflatten(-1, (4, -1))[1:]  # the row without padding
+    # Only the row without padding.
+    return seen[0].unflatten(-1, (4, -1))[1:]
 
 
-@contract(*GROUPED)
+@register_contract(*GROUPED)
 def grouped(check: Check) -> None:
-    """Keys shared by two heads each give what the same keys give repeated."""
-    model, wide = check.patched(), check.patched(num_key_value_heads=4)
+    """Keys that two query heads share give the same output as keys that are repeated."""
+    model, wide = check.make_patched_model(), check.make_patched_model(num_key_value_heads=4)
     numbers, shapes = model.state_dict(), {n: t.shape for n, t in wide.state_dict().items()}
     for name, tensor in numbers.items():
         axis = next(
             (i for i, (a, b) in enumerate(zip(tensor.shape, shapes[name], strict=True)) if a != b),
             None,
         )
-        if (
-            axis is not None
-        ):  # along the first axis each key head has entries; along a later one they are summed over
+        if axis is not None:
+            # Along the first axis every key head has its own entries. A later axis is summed over,
+            # so entries are halved.
             doubled = (
                 tensor.unflatten(axis, (2, -1)).repeat_interleave(2, axis).flatten(axis, axis + 1)
             )
             numbers[name] = doubled if axis == 0 else doubled / 2
     wide.load_state_dict(numbers)
-    check.equal(run(wide, check.family), run(model, check.family), 2e-5, "repeating shared keys")
+    check.require_equal(
+        run_model(wide, check.family), run_model(model, check.family), 2e-5, "repeating shared keys"
+    )
 
 
-@contract(*CAUSAL, "bert")
+@register_contract(*CAUSAL, "bert")
 def padding(check: Check) -> None:
-    """A padded row gives what it gives alone."""
-    inputs = inputs_of(check.family)
-    model, real = check.patched(), inputs["attention_mask"][0].bool()
+    """A padded row gives the same output as the row without padding."""
+    inputs = make_inputs(check.family)
+    model, real = check.make_patched_model(), inputs["attention_mask"][0].bool()
     alone = {name: tensor[:1, real] for name, tensor in inputs.items()}
     if "position_ids" in inputs:
         alone["position_ids"] = torch.arange(8)[None]
-    expected = run(model, check.family, **alone)
-    check.equal(run(model, check.family)[: len(expected)], expected, 5e-5, "padding")
+    expected = run_model(model, check.family, **alone)
+    check.require_equal(run_model(model, check.family)[: len(expected)], expected, 5e-5, "padding")
 
 
-@contract(*CAUSAL, *TWO_STACKS)
+@register_contract(*CAUSAL, *TWO_STACKS)
 def cached(check: Check) -> None:
-    """Tokens read in chunks and one by one from a cache give what they give at once; so does generation."""
-    model, inputs = check.patched(), inputs_of(check.family)
+    """Reading with a cache, by chunk or token, gives the same as reading at once.
+
+    Generation with a cache writes the same tokens as without.
+    """
+    model, inputs = check.make_patched_model(), make_inputs(check.family)
     how = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0)
     ids = {n: t for n, t in inputs.items() if n in ("input_ids", "attention_mask")}
     for beams in (1, 3) if check.family in ("llama", "t5") else (1,):
         plain = model.generate(**ids, use_cache=False, num_beams=beams, **how)
         if not torch.equal(model.generate(**ids, use_cache=True, num_beams=beams, **how), plain):
             check.fail(
-                f"generate with a cache and num_beams={beams} writes other tokens than without a cache"
+                f"generate with a cache and num_beams={beams} writes other tokens "
+                "than without a cache"
             )
     if check.family in TWO_STACKS:
         return
@@ -582,18 +702,18 @@ def cached(check: Check) -> None:
         for call in (padded, whole):
             past = cache_class(config=model.config)
             real = call.get("attention_mask", torch.ones(1, 11)).bool()
-            chunks = {"the output": _by_chunks(model, call, past)[real]}
+            chunks = {"the output": _read_in_chunks(model, call, past)[real]}
             at_once = torch.no_grad()(
                 lambda model, call=call, real=real: {"the output": model(**call).logits[real]}
             )
-            check.equal_but_rounding(
+            check.require_equal_but_rounding(
                 chunks, model, at_once, 1e-4, f"reading by {type(past).__name__}"
             )
 
 
 @torch.no_grad()
-def _by_chunks(model: Any, inputs: dict[str, Tensor], past: hf.Cache) -> Tensor:
-    """The logits of tokens that are read a few and one at a time, with a cache."""
+def _read_in_chunks(model: Any, inputs: dict[str, Tensor], past: hf.Cache) -> Tensor:
+    """Return the logits of tokens read with a cache, several or one at a time."""
     place, parts = 0, []
     for size in (5, 1, 1, 3, 1):
         call: dict[str, Any] = {n: t[:, place : place + size] for n, t in inputs.items()}
@@ -605,160 +725,178 @@ def _by_chunks(model: Any, inputs: dict[str, Tensor], past: hf.Cache) -> Tensor:
     return torch.cat(parts, 1)
 
 
-@contract("llama", "bert")
+@register_contract("llama", "bert")
 def composition(check: Check) -> None:
-    """Beside other mechanisms it starts as the model was and is reloaded exactly; a declared clash is refused."""
-    for other in BESIDE:
+    """With other mechanisms, a model starts as the original and is reloaded exactly.
+
+    A declared clash is refused.
+    """
+    for other in COMPANIONS:
         config = get_mechanism(other).config()
         stages = set(check.config.stages) & set(config.stages)
         if stages or check.config.clash(config) or config.clash(check.config):
-            _refused_together(check, config)
+            _require_refusal(check, config)
             continue
-        model = check.patch(check.stock(), check.config, config)
+        model = check.apply_patch(check.make_stock_model(), check.config, config)
         if check.mode == "blend":
-            check.equal(
-                run(model, check.family),
-                run(check.stock(), check.family),
+            check.require_equal(
+                run_model(model, check.family),
+                run_model(check.make_stock_model(), check.family),
                 1e-5,
-                f"patching beside {other}",
+                f"patching with {other}",
             )
         try:
-            output = run(move(model, 0.2), check.family)
+            output = run_model(move_parameters(model, 0.2), check.family)
         except ValueError as error:
-            check.fail(f"beside {other} it is refused when it runs, not when it is patched", error)
+            check.fail(f"with {other} it is refused when it runs, not when it is patched", error)
         with tempfile.TemporaryDirectory() as folder:
-            again = _saved_and_loaded(model, folder)
-        check.equal(run(again, check.family), output, 0, f"reloading beside {other}")
+            again = _save_and_load(model, folder)
+        check.require_equal(run_model(again, check.family), output, 0, f"reloading with {other}")
 
 
-def _refused_together(check: Check, config: MechanismConfig) -> None:
+def _require_refusal(check: Check, config: MechanismConfig) -> None:
+    """Fail unless patching both mechanisms raises an error that names both."""
     other = config.mechanism
     try:
-        check.patch(check.stock(), check.config, config)
+        check.apply_patch(check.make_stock_model(), check.config, config)
     except Refused as error:
         if not (check.config.mechanism in str(error) and other in str(error)):
-            check.fail(f"the refusal beside {other} does not name both", error)
+            check.fail(f"the refusal with {other} does not name both", error)
     else:
-        check.fail(f"it is patched beside {other}, with which it is declared to clash")
+        check.fail(f"it is patched with {other}, although a clash is declared")
 
 
-@contract("llama", "bert")
+@register_contract("llama", "bert")
 def engines(check: Check) -> None:
-    """Every engine gives what `reference` gives, and its gradients, or says that it does not serve the mechanism."""
-    model = set_backend(check.patched(), "reference")
-    output, slopes = (
-        run(model, check.family),
-        gradients_of(model, check.family) if added(model) else {},
-    )
+    """Every engine agrees with `reference`, or refuses the mechanism by name."""
+    model = set_backend(check.make_patched_model(), "reference")
+    output = run_model(model, check.family)
+    slopes = compute_gradients(model, check.family) if list_added(model) else {}
     for backend in ("blockwise", "cpu"):
         set_backend(model, backend)
         try:
-            found = run(model, check.family)
+            found = run_model(model, check.family)
         except ValueError as error:
+            # A refusal names the engine. Any other error is a fault.
             if f"backend={backend!r}" not in str(error):
                 raise
             continue
-        check.equal(found, output, 5e-4, f"backend={backend!r}")
-        for name, slope in (gradients_of(model, check.family) if slopes else {}).items():
+        check.require_equal(found, output, 5e-4, f"backend={backend!r}")
+        for name, slope in (compute_gradients(model, check.family) if slopes else {}).items():
             most = 5e-3 * max(slopes[name].abs().max().item(), 1e-2)
-            check.equal(slope, slopes[name], most, f"backend={backend!r}, the gradient of {name},")
+            check.require_equal(
+                slope, slopes[name], most, f"backend={backend!r}, the gradient of {name},"
+            )
 
 
-@contract("llama", "bert", about_learning=True)
+@register_contract("llama", "bert", about_learning=True)
 def compiled(check: Check) -> None:
-    """`torch.compile(fullgraph=True)` gives the same numbers, forward and backward."""
+    """`torch.compile(fullgraph=True)` gives the same outputs and gradients."""
     torch._dynamo.reset()
-    model = check.patched(num_hidden_layers=1)
+    model = check.make_patched_model(num_hidden_layers=1)
     once = torch.compile(model, fullgraph=True, backend="aot_eager")
     call = {"use_cache": False} if check.family in CAUSAL else {}
-    check.equal(
-        run(once, check.family, **call), run(model, check.family, **call), 1e-4, "torch.compile"
+    check.require_equal(
+        run_model(once, check.family, **call),
+        run_model(model, check.family, **call),
+        1e-4,
+        "torch.compile",
     )
-    way = lambda model: gradients_of(model, check.family, **call)
-    check.equal_but_rounding(way(once), model, way, 1e-5, "torch.compile")
+    way = lambda model: compute_gradients(model, check.family, **call)
+    check.require_equal_but_rounding(way(once), model, way, 1e-5, "torch.compile")
 
 
-@contract("llama", "bert")
+@register_contract("llama", "bert")
 def half(check: Check) -> None:
-    """Half precision moves the output a few times as far as only rounding the parameters to it, on average; gradients
-    are finite.
+    """Half precision changes the output by a few times what rounded parameters do.
+
+    Gradients are finite.
     """
     for dtype, most in ((torch.bfloat16, 8), (torch.float16, 15)):
-        model, distances = check.patched(0.1), []
-        exact = run(model, check.family)
+        model = check.make_patched_model(0.1)
+        exact = run_model(model, check.family)
+        # First only the parameters are rounded, then everything is.
+        distances = []
         for other in (copy.deepcopy(model).to(dtype).float(), model.to(dtype)):
-            distances.append(
-                (run(other, check.family).double() - exact).square().mean().sqrt().item()
-            )
-        if not distances[1] <= most * distances[0]:
+            error = run_model(other, check.family).double() - exact
+            distances.append(error.square().mean().sqrt().item())
+        by_rounding, apart = distances
+        if not apart <= most * by_rounding:
             check.fail(
-                f"{dtype} moves the output by {distances[1]:.1e}, rounded parameters by {distances[0]:.1e}"
+                f"{dtype} moves the output by {apart:.1e}, rounded parameters by {by_rounding:.1e}"
             )
-        gradients_of(model, check.family)
+        compute_gradients(model, check.family)
         if not all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
             check.fail(f"gradients are not finite in {dtype}")
 
 
-@contract("llama", "bert", about_learning=True)
+@register_contract("llama", "bert", about_learning=True)
 def checkpointing(check: Check) -> None:
-    """Gradient checkpointing changes no gradient; the reentrant one, which adds in another order, by rounding alone."""
+    """Gradient checkpointing changes no gradient."""
     call = {"use_cache": False} if check.family in CAUSAL else {}
-    expected = check.patched().train()
-    gradients_of(expected, check.family, **call)
+    expected = check.make_patched_model().train()
+    compute_gradients(expected, check.family, **call)
+    # Reentrant checkpointing adds gradients in another order, so they differ by rounding.
     for reentrant, most in ((False, 0.0), (True, 1e-5)):
-        model = check.patched().train()
+        model = check.make_patched_model().train()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        gradients_of(model, check.family, **call)
+        compute_gradients(model, check.family, **call)
         for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
             first, second = (
                 torch.zeros_like(p) if p.grad is None else p.grad for p in (one, other)
             )
-            check.equal(first, second, most, f"checkpointing (use_reentrant={reentrant}) of {name}")
+            check.require_equal(
+                first, second, most, f"checkpointing (use_reentrant={reentrant}) of {name}"
+            )
 
 
-@contract("llama", "bert", about_learning=True)
+@register_contract("llama", "bert", about_learning=True)
 def adapter(check: Check) -> None:
-    """LoRA beside it learns and is saved with it; switched off it is the model before; loaded it is the same."""
+    """LoRA learns and is saved with the mechanism, and can be switched off."""
     from peft import PeftModel, get_peft_model
 
-    base = check.patched(0.0)
-    before = run(base, check.family)
+    base = check.make_patched_model(0.0)
+    before = run_model(base, check.family)
     model = get_peft_model(base, lora_config(base, r=2))
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for _ in range(2):
         optimizer.zero_grad()
-        output_of(model, check.family).square().mean().backward()
+        compute_output(model, check.family).square().mean().backward()
         optimizer.step()
-    output = run(model.eval(), check.family)
+    output = run_model(model.eval(), check.family)
     with model.disable_adapter():
-        check.equal(run(model, check.family), before, 1e-6, "disable_adapter")
+        check.require_equal(run_model(model, check.family), before, 1e-6, "disable_adapter")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        again = PeftModel.from_pretrained(check.patched(0.0), folder).eval()
-    check.equal(run(again, check.family), output, 1e-6, "an adapter that is saved and loaded")
+        again = PeftModel.from_pretrained(check.make_patched_model(0.0), folder).eval()
+    check.require_equal(
+        run_model(again, check.family), output, 1e-6, "an adapter that is saved and loaded"
+    )
 
 
-@contract()
+@register_contract()
 def by_name(check: Check) -> None:
-    """`attn_implementation=` by a name of the mechanism is patching with that name's config in its place."""
+    """`attn_implementation=` with the mechanism's name equals patching its config."""
     for name, config in get_mechanism(check.config.mechanism).names.items():
-        model = check.stock()
+        model = check.make_stock_model()
         model.set_attn_implementation(name)
         cross = get_mechanism(config.mechanism).cross_attention
-        replaced = check.patch(check.stock(), config, include_cross_attention=cross)
-        check.equal(
-            run(model, check.family),
-            run(replaced, check.family),
+        replaced = check.apply_patch(
+            check.make_stock_model(), config, include_cross_attention=cross
+        )
+        check.require_equal(
+            run_model(model, check.family),
+            run_model(replaced, check.family),
             1e-5,
             f"attn_implementation={name!r}",
         )
 
 
-@contract("llama", "bert")
+@register_contract("llama", "bert")
 def described(check: Check) -> None:
-    """`describe` says what is patched, and the config goes through JSON unchanged."""
-    hosts = [h for h in describe(check.patched())["hosts"] if h["mechanisms"]]
-    if not hosts or any(h["mechanisms"] != [check.config.mechanism] for h in hosts):
+    """`describe` lists the mechanism; its config survives `to_dict` and `from_dict`."""
+    layers = [h for h in describe(check.make_patched_model())["hosts"] if h["mechanisms"]]
+    if not layers or any(h["mechanisms"] != [check.config.mechanism] for h in layers):
         check.fail("describe does not show it")
     if MechanismConfig.from_dict(check.config.to_dict()) != check.config:
         check.fail("its config is another one after to_dict and from_dict")

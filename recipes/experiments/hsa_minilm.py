@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.hsa.reference import cover, kin
+from hf_hyperattn.mechanisms.hsa.reference import find_cover, list_kin
 
 from .hsa_texts import minilm_folder, sample
 from .store import Experiment
@@ -221,11 +221,11 @@ def share_of_pairs(settings: dict, way: dict) -> float:
     if way["tying"] == "both":
         b = tree.branching[tree.leaves :]
         return (int((b * (b - 1)).sum()) + n) / n**2
-    facts, seen, zero = kin(tree), torch.ones(n, dtype=torch.bool), torch.zeros(n)
+    facts, seen, zero = list_kin(tree), torch.ones(n, dtype=torch.bool), torch.zeros(n)
     total = 0
     for i in range(n):
-        closed = cover(zero, i, tree, facts, seen, way["near"], way["sinks"], 0)[1]
-        tokens, blocks = cover(
+        closed = find_cover(zero, i, tree, facts, seen, way["near"], way["sinks"], 0)[1]
+        tokens, blocks = find_cover(
             zero, i, tree, facts, seen, way["near"], way["sinks"], way["refine_top_k"]
         )
         total += (

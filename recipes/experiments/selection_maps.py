@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_hyperattn.hierarchy.windows import windows_tree
-from hf_hyperattn.mechanisms.hsa.reference import cover, kin
+from hf_hyperattn.mechanisms.hsa.reference import find_cover, list_kin
 from hf_hyperattn.rules import Pages, SparseRule, Window
 
 from .draw import PLOTS
@@ -72,17 +72,19 @@ def map_hsa() -> tuple[dict[str, Tensor], list[tuple[int, int, int]]]:
     query, key = make_text()
     logits = (query @ key.mT)[0, 0] * query.shape[-1] ** -0.5
     tree = windows_tree(LENGTH, HSA["windows"])
-    facts = kin(tree)
+    facts = list_kin(tree)
 
-    def find_cover(i: int, sinks: int, top: int) -> tuple[list[int], list[int]]:
-        return cover(logits[i], i, tree, facts, torch.arange(LENGTH) <= i, HSA["near"], sinks, top)
+    def cover_query(i: int, sinks: int, top: int) -> tuple[list[int], list[int]]:
+        return find_cover(
+            logits[i], i, tree, facts, torch.arange(LENGTH) <= i, HSA["near"], sinks, top
+        )
 
     near, sinks, seen = (torch.zeros(LENGTH, LENGTH, dtype=torch.bool) for _ in range(3))
     blocks = []
     for i in range(LENGTH):
-        near[i, find_cover(i, 0, 0)[0]] = True
-        sinks[i, find_cover(i, HSA["sinks"], 0)[0]] = True
-        tokens, closed = find_cover(i, HSA["sinks"], HSA["refine_top_k"])
+        near[i, cover_query(i, 0, 0)[0]] = True
+        sinks[i, cover_query(i, HSA["sinks"], 0)[0]] = True
+        tokens, closed = cover_query(i, HSA["sinks"], HSA["refine_top_k"])
         seen[i, tokens] = True
         blocks += [(i, min(facts[1][block]), len(facts[1][block])) for block in closed]
     return {NEAR: near, SINKS: sinks & ~near, CHOSEN: seen & ~sinks}, blocks

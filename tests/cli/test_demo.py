@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_hyperattn.cli import main
-from hf_hyperattn.cli.console import progress
+from hf_hyperattn.cli.console import show_progress
 
 from . import tiny
 
@@ -153,7 +153,7 @@ def test_without_a_model_it_takes_smollm2(capsys, model, text, monkeypatch):
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch):
     for terminal in (False, True):
         monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)  # noqa: B023
-        with progress(4) as bar:
+        with show_progress(4) as bar:
             bar.advance(2)
             bar.describe("measuring")
         out, error = capsys.readouterr()

@@ -69,7 +69,9 @@ def inject(folder, output, *more) -> dict:
 
 def test_models_on_the_disk_have_fingerprints_of_their_weights(folder, tmp_path):
     args = argparse.Namespace(model=str(folder / "model"), device_map=str(folder / "map.json"))
-    print_of = lambda: fingerprint(device_map.load(AutoModelForCausalLM, args), torch.arange(4), ())
+    print_of = lambda: fingerprint(
+        device_map.load_model(AutoModelForCausalLM, args), torch.arange(4), ()
+    )
     first = print_of()
     assert print_of() == first
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
@@ -106,11 +108,11 @@ def test_the_same_checkpoint_is_written(folder, tmp_path, capsys, where):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_model_on_the_disk_is_written_whole(folder, tmp_path, dtype):
     args = argparse.Namespace(model=str(folder / "model"), device_map=str(folder / "map.json"))
-    model = device_map.load(AutoModelForCausalLM, args)
+    model = device_map.load_model(AutoModelForCausalLM, args)
     assert {p.device.type for p in model.model.layers[0].parameters()} == {"meta"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        device_map.save(model, dtype, tmp_path)
+        device_map.save_model(model, dtype, tmp_path)
     found = AutoModelForCausalLM.from_pretrained(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype).state_dict()
     assert found.dtype == dtype and found.state_dict().keys() == expected.keys()

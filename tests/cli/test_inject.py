@@ -92,7 +92,9 @@ def brute_pairs(n, sizes, near, sinks, top, dropped) -> int:
 @pytest.mark.parametrize("dropped", [False, True])
 def test_pairs_are_those_of_a_walk_down_the_windows(sizes, rule, dropped):
     for n in (1, 31, 70):
-        assert hsa.pairs(n, sizes, *rule, dropped=dropped) == brute_pairs(n, sizes, *rule, dropped)
+        assert hsa.count_pairs(n, sizes, *rule, dropped=dropped) == brute_pairs(
+            n, sizes, *rule, dropped
+        )
 
 
 def test_near_as_long_as_the_text_is_every_pair():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_hyperattn import HierarchicalCache
 from hf_hyperattn.cli import inject as command
 from hf_hyperattn.cli import main
-from hf_hyperattn.cli.inject_task import prepare
+from hf_hyperattn.cli.inject_task import prepare_task
 from hf_hyperattn.inject import costs, hsa, pays, sparse
 from hf_hyperattn.inject.causal import CausalInjection
 from hf_hyperattn.inject.sparse import SparseHeadRule
@@ -180,7 +180,9 @@ def test_equal_times_are_not_faster(capsys):
         {"length": 64},
     )
     report["attention_seconds"] = {"before": 1.0, "after": 0.99}
-    assert "Nothing written" in command.slower(args, report, pays.Pays(None, {64: (1.0, 0.99)}))
+    assert "Nothing written" in command.check_speed(
+        args, report, pays.Pays(None, {64: (1.0, 0.99)})
+    )
     assert not report["faster"] and "NOT faster" in capsys.readouterr().out
 
 
@@ -365,7 +367,7 @@ def test_every_part_begins_with_the_bos_token_of_the_tokenizer(tmp_path, bos):
     """As the model reads texts elsewhere; a model that expects it is another one without it."""
     (tmp_path / "one.txt").write_text(prose(1))
     model = tiny.save(tmp_path / "model", bos, max_position_embeddings=256)
-    task = prepare(
+    task = prepare_task(
         argparse.Namespace(model=str(model), text=[str(tmp_path / "one.txt")], length=192)
     )
     plain = tiny.tokenizer()(prose(1)).input_ids

@@ -418,10 +418,10 @@ def test_both_sides_count_for_curved_space(nearer, farther, neither, curved):
     """One-sided sign test at 5 %: 5 of 5 is 1/32, 4 of 4 is 1/16, 20 of 31 is 0.075, 21 of 31 is 0.035."""
     from types import SimpleNamespace
 
-    from hf_hyperattn.cli.look import of_unpatched
+    from hf_hyperattn.cli.look import suggest_for_unpatched
 
     data = {"sink": {"model": [[0.1]]}, "hyperbolicity": places(nearer, farther, neither)}
-    text, command = of_unpatched(SimpleNamespace(model="m", text="t"), data)[1]
+    text, command = suggest_for_unpatched(SimpleNamespace(model="m", text="t"), data)[1]
     assert ("hyperbolic" in command) == curved
     assert (
         f"control in {nearer}" in text and f"farther in {farther}" in text and "sign test" in text

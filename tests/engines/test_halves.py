@@ -57,7 +57,7 @@ def test_gradients_of_a_blend_of_points_that_nearly_coincide(config, backend, dt
 
     def run(engine):
         def call(q, k, v):
-            out, _ = layer(Plan.of(HostCall(q, k, v, 0.2, False, Options()))).run(engine)
+            out, _ = layer(Plan.from_call(HostCall(q, k, v, 0.2, False, Options()))).run(engine)
             assert out.dtype == q.dtype
             return out
 

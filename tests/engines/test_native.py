@@ -464,7 +464,7 @@ def test_a_damaged_wheel_is_never_loaded(place, carried, monkeypatch, caplog, wh
 
 
 def test_a_source_names_no_path_of_the_installation():
-    text = library.text_of(
+    text = library.write_source(
         "dot+*umbral_on_product", True, "", "1 cone umbral xi squared=True clamp=False"
     )
     assert '#include "engines/cpu/score.h"' in text and str(native.PACKAGE.parent) not in text

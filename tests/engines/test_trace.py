@@ -581,7 +581,7 @@ def test_compiled_whole(kind, outsider, monkeypatch):
 
 
 def test_the_text_is_part_of_what_a_library_is_kept_under(outsider):
-    text = library.text_of("dot+*outsider_for_test", False)
+    text = library.write_source("dot+*outsider_for_test", False)
     assert "struct Emitted1 {" in text and "hyper::Piece<hyper::Emitted1, true, false>" in text
 
 

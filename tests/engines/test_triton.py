@@ -197,8 +197,8 @@ def test_more_numbers_a_line_than_one_tile_takes(device, monkeypatch):
     """Statistics read number by number."""
     from hf_hyperattn.engines.triton import launch
 
-    assert [launch.pack(count, 64, 8) for count in (1, 5, 16, 17)] == [4, 8, 16, 1]
-    monkeypatch.setattr(launch, "pack", lambda *_: 1)
+    assert [launch.choose_pack(count, 64, 8) for count in (1, 5, 16, 17)] == [4, 8, 16, 1]
+    monkeypatch.setattr(launch, "choose_pack", lambda *_: 1)
     q, k, v = inputs(device, n=20)
     check(SCORES["umbral_with_hype"], q, k, v, Options(is_causal=True))
 
@@ -245,8 +245,8 @@ def test_norms(device, width, root, dtype):
         torch.full_like(grad, torch.nan),
         torch.full_like(x, torch.nan, memory_format=torch.contiguous_format),
     )
-    norms.forward(x, width, root, out)
-    norms.backward(grad, x, out, width, root, to)
+    norms.write_norms(x, width, root, out)
+    norms.write_gradient(grad, x, out, width, root, to)
     assert_close(out, expected, 1e-5 * float(expected.max()), "norms")
     (wanted,) = torch.autograd.grad(expected, exact, grad.double())
     assert_close(to, wanted, ATOL[dtype] * float(wanted.abs().max()), "gradient")

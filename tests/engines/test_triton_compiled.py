@@ -125,7 +125,7 @@ def test_instructions_for_each_pair(monkeypatch, spec):
 )
 def test_no_tile_that_triton_compiles_wrongly(kernel, item, widths):
     """64 lines by 8 warps beside 16 of anything: see configs.py."""
-    found = configs.configs(kernel, widths[0], item, widths[1])
+    found = configs.list_configs(kernel, widths[0], item, widths[1])
     assert found
     for c in found:
         assert (
@@ -136,7 +136,7 @@ def test_no_tile_that_triton_compiles_wrongly(kernel, item, widths):
 def test_decoding(monkeypatch):
     with compiling(monkeypatch, [80]) as built:
         launch.forward(call("umbral", queries=1))
-    assert [b.kernel for b in built] == ["attention_forward", "combine"] and built[0].config[
+    assert [b.kernel for b in built] == ["attention_forward", "combine_parts"] and built[0].config[
         0
     ] == 16
     assert built[0].shared <= SMALL and built[0].spilled == 0

@@ -59,7 +59,7 @@ def test_every_tile_size(monkeypatch, name, d):
     found, t = [], learned(2, device="cuda")
     for number in range(3):
         pick = lambda kind, tried, run, n=number: run(tried[min(n, len(tried) - 1)])
-        monkeypatch.setattr(launch, "tuned", pick)
+        monkeypatch.setattr(launch, "run_tuned", pick)
         try:
             out, _ = attention(
                 SCORES[name](q, k, t), v, Options(is_causal=True, offset=255), backend="triton"

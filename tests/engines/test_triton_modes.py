@@ -75,7 +75,7 @@ def test_it_refuses_tensors_on_the_cpu():
 
 
 def reason_of(monkeypatch, score, v, **options):
-    monkeypatch.setattr(engine, "interpreted", lambda: True)  # as if the device were no matter
+    monkeypatch.setattr(engine, "is_interpreted", lambda: True)  # as if the device were no matter
     return engine.unsupported_reason(score, v, Options(**options))
 
 

@@ -162,7 +162,7 @@ def compiling(monkeypatch, capabilities, every=True):
 
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", build)
-        patch.setattr(launch, "tuned", tuned)
+        patch.setattr(launch, "run_tuned", tuned)
         yield built
 
 
@@ -244,7 +244,9 @@ def backward(made):
     """Launch the backward kernels of a call, with gradients of everything."""
     shape = made.query.shape[:3]
     out = torch.empty(*shape, made.dv)
-    launch.backward(made, torch.empty_like(out), out, torch.empty(2, *shape), needs_all(made.a))
+    launch.backward(
+        made, torch.empty_like(out), out, torch.empty(2, *shape), needs_all(made.operator_call)
+    )
 
 
 def needs_all(call):

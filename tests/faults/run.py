@@ -166,7 +166,7 @@ def scenarios(root: Path) -> dict[str, Scenario]:
         def fail(*_):
             raise OSError("no exchange here")
 
-        with exchanged(folders, "_exchange", fail):
+        with exchanged(folders, "_exchange_folders", fail):
             new.save_pretrained(folder / "model", max_shard_size="60KB")
 
     def inject(folder: Path) -> None:
@@ -174,14 +174,14 @@ def scenarios(root: Path) -> dict[str, Scenario]:
         tokenizer = SimpleNamespace(
             save_pretrained=lambda place: (place / "tokenizer.json").write_text("{}")
         )
-        inject_task.write(arguments, new, torch.float32, tokenizer, {})
+        inject_task.write_model(arguments, new, torch.float32, tokenizer, {})
 
     def convert(folder: Path) -> None:
         os.environ["HF_HYPERATTN_CACHE"] = str(folder)
         with (
             exchanged(smollm2, "FOLDER", "model"),
             exchanged(smollm2, "find_gguf", lambda: None),
-            exchanged(smollm2, "convert", lambda _, place: new.save_pretrained(place)),
+            exchanged(smollm2, "convert_gguf", lambda _, place: new.save_pretrained(place)),
         ):
             smollm2.smollm2()
 

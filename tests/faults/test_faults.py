@@ -106,7 +106,7 @@ def test_the_error_of_a_load_names_the_command(tmp_path, monkeypatch):
         (target / "model.safetensors").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, "_exchange", fail)
+    monkeypatch.setattr(folders, "_exchange_folders", fail)
     with monkeypatch.context() as patch:
         patch.setattr(folders, "_rename_files", stop)
         with pytest.raises(KeyboardInterrupt):

@@ -43,7 +43,7 @@ def no_exchange(monkeypatch) -> None:
     def fail(*_):
         raise OSError("no exchange here")
 
-    monkeypatch.setattr(folders, "_exchange", fail)
+    monkeypatch.setattr(folders, "_exchange_folders", fail)
 
 
 WAYS = {
@@ -193,14 +193,14 @@ def test_places_where_folders_are_not_exchanged(tmp_path, monkeypatch):
 
 def test_what_others_put_there_meanwhile_stays(tmp_path, monkeypatch):
     """Before the exchange, and in the moment between the last look at the folder and the exchange."""
-    target, plain = tmp_path / "model", folders._exchange
+    target, plain = tmp_path / "model", folders._exchange_folders
     fill(target, SINGLE, "old")
 
     def exchange(*names):
         fill(target, ["late/log.txt"], "late")
         plain(*names)
 
-    monkeypatch.setattr(folders, "_exchange", exchange)
+    monkeypatch.setattr(folders, "_exchange_folders", exchange)
     with replace_folder(target) as stage:
         fill(stage, SINGLE, "new")
         fill(target, ["early.txt"], "early")

@@ -16,7 +16,7 @@ from hf_hyperattn.engines.cpu import FEW, norms, squared_norms
 from hf_hyperattn.engines.cpu.selected import HeadRule, chosen_pages, selected_attention
 from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import hierarchical_attention
-from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, pool
+from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, pool_levels
 from tests.engines.sweep import Call
 
 #: torch's default dtype, in turn. Whatever a user has set it to, kernels read and write the dtypes of the call.
@@ -158,7 +158,7 @@ def over_kept_windows(
     """The forward pass as a cache calls it: tokens in a dtype of their own, means in float32."""
     query, *tokens = inputs
     sizes = settings["hierarchy"]
-    wide = pool(*(t.to(dtype) for t in tokens), sizes)
+    wide = pool_levels(*(t.to(dtype) for t in tokens), sizes)
     keys, values = (
         (laid_out(t.to(dtype), pick), *means[1:])
         for t, means in zip(tokens, (wide.keys, wide.values), strict=True)

@@ -140,7 +140,7 @@ def test_masks_of_later_tokens_are_looked_through_and_sinks_counted(ids):
         under, _ = (
             get_mechanism(config.mechanism)
             .layer(config, None, "replace")
-            .change(Plan.of(call))
+            .change(Plan.from_call(call))
             .run()
         )
         slopes = (g * (under - out)).sum(-1)[0].T.detach()

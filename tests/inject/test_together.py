@@ -285,7 +285,7 @@ def test_a_task_that_the_model_cannot_do_decides_nothing(task, score, decides):
 
 
 def test_the_refusal_names_no_task_that_does_not_decide():
-    from hf_hyperattn.cli.inject import cannot_do, refusal
+    from hf_hyperattn.cli.inject import explain_refusal, list_failed_tasks
 
     row = {"before": 9.0, "after": 9.9, "right_before": 0.3, "right_after": 0.3}
     report = {
@@ -297,6 +297,6 @@ def test_the_refusal_names_no_task_that_does_not_decide():
             "needle": row | {"loss": 0.06, "exact_before": 1.0, "decides": True},
         },
     }
-    said = refusal(SimpleNamespace(budget=0.02, retrieval_budget=0.05), report, False)
+    said = explain_refusal(SimpleNamespace(budget=0.02, retrieval_budget=0.05), report, False)
     assert "variables" not in said and "3 % on text (budget 2 %)" in said
-    assert cannot_do(report) == ["variables"]
+    assert list_failed_tasks(report) == ["variables"]

@@ -173,7 +173,7 @@ def test_errors_and_size_are_reported_before_anything_is_replaced(monkeypatch):
 def test_a_conversion_that_ends_early_leaves_the_model_as_it_was(monkeypatch, moment, error):
     model, inputs = make("bert")
     before, state = run(model, inputs), State(model)
-    calls, decompose, attach = [], conversion.decompose, conversion.attach
+    calls, decompose, attach = [], conversion.decompose, conversion.attach_hypers
 
     def failing(*args, **kwargs):
         calls.append(1)
@@ -193,7 +193,7 @@ def test_a_conversion_that_ends_early_leaves_the_model_as_it_was(monkeypatch, mo
     if "layer" in moment:
         monkeypatch.setattr(conversion, "decompose", failing)
     elif moment == "attach":
-        monkeypatch.setattr(conversion, "attach", attached_and_out)
+        monkeypatch.setattr(conversion, "attach_hypers", attached_and_out)
     else:
         filled = conversion.build_filled
         monkeypatch.setattr(conversion, "build_filled", lambda *args: Breaks(filled(*args)))

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 import hf_hyperattn as ha
 from hf_hyperattn.config import HyperAttnConfig, MechanismConfig, option
 from hf_hyperattn.integration import conversions, convert
-from hf_hyperattn.integration.conversions import Conversion, keep, register_conversion
+from hf_hyperattn.integration.conversions import Conversion, keep_parts, register_conversion
 from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.registry import LISTENERS, MECHANISMS, Mechanism, register
 from tests.integration.models import FAMILIES, State, bert, llama
@@ -40,7 +40,7 @@ def toy(monkeypatch):
         new = Converted(model.config).eval()
         new.load_state_dict(model.state_dict())
         if keep_original:
-            keep(new, lambda converted, original: original, model)
+            keep_parts(new, lambda converted, original: original, model)
         return new
 
     monkeypatch.setattr("hf_hyperattn.registry.LISTENERS", list(LISTENERS))

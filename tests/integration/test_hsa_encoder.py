@@ -130,8 +130,8 @@ def test_the_whole_model_is_the_recursion(keep, monkeypatch):
     inputs["pixel_values"] = inputs["pixel_values"].double()
     weight = torch.randn(2, 16).double()
     found = {}
-    for name, function in (("ours", modeling.both), ("loops", by_loops)):
-        monkeypatch.setattr(modeling, "both", function)
+    for name, function in (("ours", modeling.attend_both), ("loops", by_loops)):
+        monkeypatch.setattr(modeling, "attend_both", function)
         model.zero_grad()
         out = model(**inputs)
         (out.pooler_output * weight).sum().backward()

@@ -10,7 +10,7 @@ import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.checkpoint_config import tree
+from hf_hyperattn.integration.checkpoint_config import list_configs
 from hf_hyperattn.integration.hosts import find_hosts
 from tests.integration.models import TEXT, State, clip, difference, llama, perturb, run, text_inputs
 from tests.integration.patches import CONE, make, patched
@@ -72,15 +72,15 @@ def test_a_name_written_into_the_config_runs_beneath_too(family, tmp_path):
     """As Transformers itself writes it: Whisper for timestamps per token, the attention visualizer."""
     model, inputs, expected = patched(family)
     model.config._attn_implementation = "eager"
-    assert {c.hyperattn_stock for c in tree(model.config) if hasattr(c, "hyperattn_stock")} == {
-        "eager"
-    }
+    assert {
+        c.hyperattn_stock for c in list_configs(model.config) if hasattr(c, "hyperattn_stock")
+    } == {"eager"}
     assert 0 < difference(run(ha.unpatch_model(copy.deepcopy(model)), inputs), expected)
     assert difference(run(model, inputs), expected) <= 1e-5
-    names = [c._attn_implementation for c in tree(model.config)]
+    names = [c._attn_implementation for c in list_configs(model.config)]
     with pytest.raises(ValueError, match="'cone' cannot run beneath"):
         model.config._attn_implementation = "cone"
-    assert [c._attn_implementation for c in tree(model.config)] == names
+    assert [c._attn_implementation for c in list_configs(model.config)] == names
     model.save_pretrained(tmp_path)
     assert (
         difference(run(model, inputs), run(type(model).from_pretrained(tmp_path), inputs)) <= 1e-5

@@ -70,7 +70,7 @@ def test_a_rank_computes_its_heads(name):
         assert (whole - plain).abs().max() > 1e-3
         for rank in (0, 1):
             heads = RankHeads(4, 2 * rank, Mesh(rank))
-            parts = {n: heads.rows(getattr(call, n), 1) for n in ("query", "key", "value")}
+            parts = {n: heads.slice_rank(getattr(call, n), 1) for n in ("query", "key", "value")}
             part = hyper(replace(call, **parts, heads=heads))[0]
             assert (part - whole[:, 2 * rank : 2 * rank + 2]).abs().max() <= 1e-5
 

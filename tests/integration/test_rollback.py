@@ -24,8 +24,8 @@ STEPS = [
     (attach, "note_hidden", 1),
     (hidden, "HiddenStates", 2),
     (attach, "write_records", 1),
-    (checkpoint_config, "_write", 1),
-    (checkpoint_config, "_mark", 1),
+    (checkpoint_config, "_write_record", 1),
+    (checkpoint_config, "_mark_patched", 1),
     (attach, "accept_hierarchy", 1),
     (hierarchical, "swap_class", 2),
 ]
@@ -101,7 +101,7 @@ def test_parts_that_one_config_cannot_describe_are_refused_late():
     assert state.differences(State(model)) == []
 
 
-@pytest.mark.parametrize("name", ["build_filled", "attach", "keep"])
+@pytest.mark.parametrize("name", ["build_filled", "attach_hypers", "keep_parts"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_conversion_that_fails(name, late, monkeypatch):
     model, inputs = make("bert")

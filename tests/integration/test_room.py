@@ -83,7 +83,7 @@ def test_the_base_derivative_of_a_term_agrees_with_the_definition(engine):
     q, k, v = (torch.randn(2, h, 7, 6, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
 
     def call(q, k, v, *_):
-        plan = layer(Plan.of(HostCall(q, k, v, 0.3, True, Options(is_causal=True))))
+        plan = layer(Plan.from_call(HostCall(q, k, v, 0.3, True, Options(is_causal=True))))
         return attention(plan.score, plan.value, plan.options, backend=engine)[0]
 
     temperature = 2.0 * layer.log_temperature.exp()[:, None, None]
@@ -105,7 +105,7 @@ def test_a_composition_is_what_its_parts_say(mode):
     ]
     perturb(torch.nn.ModuleDict({"x": torch.nn.ModuleDict({"hyper": torch.nn.ModuleList(layers)})}))
     q, k, v = (torch.randn(2, 4, 5, 6) for _ in range(3))
-    plan = Plan.of(HostCall(q, k, v, 0.3, False, Options()))
+    plan = Plan.from_call(HostCall(q, k, v, 0.3, False, Options()))
     for layer in layers:
         plan = layer(plan)
     gates = [layer.gate[:, None, None] if mode == "blend" else 1.0 for layer in layers]

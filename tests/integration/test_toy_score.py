@@ -73,7 +73,9 @@ def test_every_engine_computes_the_formula_and_its_gradients(
             parameter.copy_(torch.linspace(-1, 1, 4))
     exact = [torch.randn(1, h, 9, 6).double().requires_grad_() for h in (4, 2, 2)]
     q, k, v = (t.detach().to(dtype).requires_grad_() for t in exact)
-    out, _ = layer(Plan.of(HostCall(q, k, v, 0.4, True, Options(is_causal=True)))).run(engine)
+    out, _ = layer(Plan.from_call(HostCall(q, k, v, 0.4, True, Options(is_causal=True)))).run(
+        engine
+    )
     expected = expected_output(*exact, mode, heads)
     assert (out - expected).abs().max() < tolerance
     gradients = (

@@ -164,7 +164,7 @@ def sparse_of(text: Text, rule: SparseRule) -> Tensor:
     out = torch.zeros(*text.query.shape[:2], text.value.shape[-1], dtype=torch.float64)
     key, value = text.by_head(text.key), text.by_head(text.value)
     for h, query in enumerate(text.query):
-        for i, tokens in enumerate(sparse.definition(rule, query, key[h], SCALE)):
+        for i, tokens in enumerate(sparse.list_seen(rule, query, key[h], SCALE)):
             tokens = [j for j in sorted(tokens) if text.seen[i, j]]
             out[h, i] = torch.softmax(SCALE * key[h, tokens] @ query[i], 0) @ value[h, tokens]
     return out

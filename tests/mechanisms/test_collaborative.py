@@ -12,7 +12,7 @@ from hf_hyperattn.mechanisms.collaborative.layer import (
     own_dimensions,
     shared_score,
 )
-from hf_hyperattn.mechanisms.collaborative.reference import collaborative_scores, concatenated
+from hf_hyperattn.mechanisms.collaborative.reference import collaborative_scores, concatenate_heads
 
 HEADS, D = 4, 3
 
@@ -100,7 +100,7 @@ def call_of(query, key, value, scale=0.5, **options):
 def test_full_rank_is_the_heads_own_attention(kv_heads):
     query, key, value = tensors((2, HEADS, 5, D), (2, kv_heads, 6, D), (2, kv_heads, 6, 2))
     layer = FullLayer(ha.CollaborativeConfig(), host(kv_heads=kv_heads)).double()
-    plan = Plan.of(call_of(query, key, value))
+    plan = Plan.from_call(call_of(query, key, value))
     assert layer.identical()
     with torch.no_grad():
         assert layer(plan) is plan
@@ -117,7 +117,7 @@ def test_a_head_reads_the_dimensions_of_the_others():
         for other in range(HEADS):
             weight = delta[h, other * D : other * D + D] + (1.0 if other == h else 0.0)
             logits[:, h] += 0.5 * (query[:, other] * weight) @ key[:, other].mT
-    got = layer(Plan.of(call_of(query, key, value))).run()[0]
+    got = layer(Plan.from_call(call_of(query, key, value))).run()[0]
     torch.testing.assert_close(got, logits.softmax(-1) @ value, atol=1e-13, rtol=1e-12)
 
 
@@ -125,7 +125,7 @@ def test_chosen_heads_alone_change():
     query, key, value = tensors((1, HEADS, 5, D), (1, HEADS, 6, D), (1, HEADS, 6, 2))
     layer = FullLayer(ha.CollaborativeConfig(), host(), heads=(1, 2)).double()
     layer.mixing.data.normal_(generator=torch.Generator().manual_seed(1))
-    plan = Plan.of(call_of(query, key, value))
+    plan = Plan.from_call(call_of(query, key, value))
     changed = (layer(plan).run()[0] - plan.run()[0]).abs().amax((0, 2, 3)) > 1e-6
     assert changed.tolist() == [False, True, True, False]
 
@@ -136,7 +136,7 @@ def test_chosen_heads_alone_change():
 def test_softcap_and_sinks_act_on_its_logits(options):
     query, key, value = tensors((1, HEADS, 5, D), (1, HEADS, 6, D), (1, HEADS, 6, 2))
     layer = FullLayer(ha.CollaborativeConfig(), host()).double()
-    plan = Plan.of(call_of(query, key, value, **options))
+    plan = Plan.from_call(call_of(query, key, value, **options))
     torch.testing.assert_close(layer.change(plan).run()[0], plan.run()[0], atol=1e-13, rtol=1e-12)
 
 
@@ -153,7 +153,7 @@ def test_shared_rows_hold_dimensions_then_content_then_zeros():
 
     layer = SharedLayer(ha.CollaborativeConfig(rank=rank), host()).double()
     layer.mixing.data.normal_(generator=torch.Generator().manual_seed(1))
-    got = layer(Plan.of(call_of(rows(query), rows(key, content), value))).run()[0]
+    got = layer(Plan.from_call(call_of(rows(query), rows(key, content), value))).run()[0]
     expected = loops(query, key, layer.mixing.data, 0.5, content).softmax(-1) @ value
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
 
@@ -175,7 +175,7 @@ def test_layers_start_as_ordinary_heads():
 
 def test_concatenated_puts_heads_side_by_side():
     (x,) = tensors((2, 2, 5, D))
-    rows = concatenated(x, 4)
+    rows = concatenate_heads(x, 4)
     assert rows.shape == (2, 5, 4 * D)
     for h in range(4):
         assert torch.equal(rows[..., h * D : h * D + D], x[:, h // 2])

@@ -155,7 +155,7 @@ def test_a_cap_acts_alike_on_all_heads_and_on_every_single_one(backend, pairing)
     outs, grads = [], []
     for heads in (None, (0, 1)):
         layer = ConeLayer(ConeConfig(**PAIRINGS[pairing]), host, "replace", heads).double()
-        outs.append(layer(Plan.of(call)).run(backend)[0])
+        outs.append(layer(Plan.from_call(call)).run(backend)[0])
         learned = (q, k, v, layer.log_gamma, layer.log_radius)
         grads.append(torch.autograd.grad(outs[-1].square().sum(), learned))
     assert_close(outs[1], outs[0], 1e-12, "output")

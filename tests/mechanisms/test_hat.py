@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.hat.config import LAYOUTS, PUBLISHED, counts
-from hf_hyperattn.mechanisms.hat.segments import segment, segments_of
+from hf_hyperattn.mechanisms.hat.config import LAYOUTS, PUBLISHED, count_cross_blocks
+from hf_hyperattn.mechanisms.hat.segments import count_segments, split_batch
 
 from ..oracles.hat import cut
 
@@ -13,7 +13,7 @@ from ..oracles.hat import cut
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_published_layouts_are_made_as_published(name):
     groups = PUBLISHED[name].split(" ")
-    assert counts(name, len(groups)) == tuple(group.count("C") for group in groups)
+    assert count_cross_blocks(name, len(groups)) == tuple(group.count("C") for group in groups)
 
 
 #: Written out by hand from the rules, for the depths of MiniLM and of BERT-base.
@@ -32,23 +32,23 @@ STRETCHED = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_for_other_depths(name):
     for blocks, pattern in zip((6, 12), STRETCHED[name]):
-        assert counts(name, blocks) == counts(pattern, blocks)
+        assert count_cross_blocks(name, blocks) == count_cross_blocks(pattern, blocks)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_depth_has_every_layout(name):
     for blocks in range(1, 49):
-        found = counts(name, blocks)
+        found = count_cross_blocks(name, blocks)
         assert len(found) == blocks and 0 < sum(found) <= blocks + 1 and max(found) <= 4
         assert name.startswith("E") or found[-1] > 0
 
 
 def test_patterns():
-    assert counts("S SC SCCC", 3) == (0, 1, 3)
+    assert count_cross_blocks("S SC SCCC", 3) == (0, 1, 3)
     with pytest.raises(
         ValueError, match="has 3 groups; allowed: one for each of the 4 segment-wise blocks"
     ):
-        counts("S SC SC", 4)
+        count_cross_blocks("S SC SC", 4)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_config_is_plain_json():
     "tokens, length", [(1, 2), (2, 2), (128, 128), (129, 128), (255, 128), (256, 128), (8192, 128)]
 )
 def test_number_of_segments(tokens, length):
-    assert segments_of(tokens, length) == len(cut(list(range(tokens)), length))
+    assert count_segments(tokens, length) == len(cut(list(range(tokens)), length))
 
 
 def batch_of(lengths, width, seed=0):
@@ -104,7 +104,7 @@ def batch_of(lengths, width, seed=0):
 @pytest.mark.parametrize("lengths", [[1], [7, 1, 4], [13, 13], [2, 12, 5, 6]])
 def test_segments_hold_what_the_definition_says(packed, length, lengths):
     real = batch_of(lengths, 13)
-    found = segment(real, length, packed=packed)
+    found = split_batch(real, length, packed=packed)
     numbers = torch.arange(real.numel()).view(real.shape)
     expected = [cut(row[mask].tolist(), length) for row, mask in zip(numbers, real)]
     assert [len(text) for text in expected] == found.present.sum(1).tolist()
@@ -123,7 +123,7 @@ def test_segments_begin_where_groups_do(length, lengths):
     real = batch_of(lengths, 13)
     draw = torch.Generator().manual_seed(3)
     groups = torch.randint(3, real.shape, generator=draw)
-    found = segment(real, length, groups=groups)
+    found = split_batch(real, length, groups=groups)
     numbers = torch.arange(real.numel()).view(real.shape)
     for row in range(len(lengths)):
         here = real[row]
@@ -131,14 +131,14 @@ def test_segments_begin_where_groups_do(length, lengths):
         members = found.members[row][found.present[row]]
         assert [found.tokens[m][found.filled[m]].tolist() for m in members] == expected
     changed = groups.masked_fill(~real, 7)
-    assert torch.equal(segment(real, length, groups=changed).tokens, found.tokens)
+    assert torch.equal(split_batch(real, length, groups=changed).tokens, found.tokens)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_to_segments_and_back(packed):
     real = batch_of([9, 3, 1], 11)
     values = torch.randn(3, 11, 2)
-    found = segment(real, 4, packed=packed)
+    found = split_batch(real, 4, packed=packed)
     assert torch.equal(found.to_tokens(found.to_segments(values)), values * real[..., None])
     states = torch.randn(*found.tokens.shape, 2)
     rows = found.cls_rows(states)
@@ -155,7 +155,7 @@ def test_to_segments_and_back(packed):
 @pytest.mark.parametrize("packed", [True, False])
 def test_texts_without_a_cls_token_stand_behind_one(packed):
     real = batch_of([5, 5], 6)
-    found = segment(real, 4, torch.tensor([True, False]), packed=packed)
+    found = split_batch(real, 4, torch.tensor([True, False]), packed=packed)
     ids = torch.arange(12).view(2, 6)
     led, unled = (ids[row][real[row]].tolist() for row in (0, 1))
     parts = [

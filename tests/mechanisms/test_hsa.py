@@ -227,7 +227,7 @@ def test_backends_agree(backend):
     if backend == "native":
         from hf_hyperattn.mechanisms.hsa.windowed import native
 
-        if not native.serves(q):
+        if not native.can_serve(q):
             pytest.skip("no compiler here")
     assert_close(call(backend), call("auto"), 2e-6, backend)
 
@@ -359,7 +359,7 @@ def test_growing_keeps_what_it_should():
     for start in range(0, 90, 3):
         grown.append(all_of_it[:, :, start : start + 3])
         grown.evict(max(0, grown.length - 10), 4)
-        held, places = grown.view(), grown.places()
+        held, places = grown.view(), grown.find_places()
         assert torch.equal(held, all_of_it[:, :, places])
         assert {*range(min(4, grown.length)), *range(max(0, grown.length - 10), grown.length)} <= {
             *places.tolist()

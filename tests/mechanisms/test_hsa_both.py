@@ -9,7 +9,7 @@ from hf_hyperattn.hierarchy import Hierarchy, Tree
 from hf_hyperattn.mechanisms.hsa.certificate import loss_both, loss_key
 from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
 from hf_hyperattn.mechanisms.hsa.tree import up_down
-from hf_hyperattn.mechanisms.hsa.tree.both import both, both_with_root
+from hf_hyperattn.mechanisms.hsa.tree.both import attend_both, attend_both_with_root
 from hf_hyperattn.mechanisms.hsa.tree.pair_terms import SiblingEmbeddings
 from hf_hyperattn.mechanisms.selection.places import real_tokens
 from tests.oracles import hsa
@@ -19,9 +19,9 @@ INF = float("inf")
 
 
 def attention_of(logits, hierarchy, keep_diagonal=True):
-    """P and ρ(root) out of `both_with_root`: the rows of S as queries, unit vectors as keys and values."""
+    """P and ρ(root) out of `attend_both_with_root`: the rows of S as queries, unit vectors as keys and values."""
     unit = torch.eye(len(logits), dtype=torch.float64)[None, None]
-    P, root = both_with_root(
+    P, root = attend_both_with_root(
         logits[None, None], unit, unit, hierarchy, 1.0, keep_diagonal=keep_diagonal
     )
     return P[0, 0], root[0, 0]
@@ -59,7 +59,7 @@ def test_flat_tree_is_softmax(keep):
     ):
         mask = None if keep else ~torch.eye(9, dtype=torch.bool)
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        assert_close(both(q, k, v, flat, keep_diagonal=keep), expected, 1e-12, "output")
+        assert_close(attend_both(q, k, v, flat, keep_diagonal=keep), expected, 1e-12, "output")
 
 
 # Layouts.
@@ -156,7 +156,7 @@ def test_equals_the_definition_forward_and_backward(layout, keep):
             else with_statistics(*inputs[:2], 1.3, rest["row"], rest["column"])
         )
         given = {"position_bias": rest.get("bias"), "keep_diagonal": keep}
-        found, found_root = both_with_root(q, k, inputs[2], hierarchy, 1.3, **given)
+        found, found_root = attend_both_with_root(q, k, inputs[2], hierarchy, 1.3, **given)
         assert_close(found, expected, 1e-11, "output")
         there = root.isfinite()
         assert torch.equal(there, found_root.isfinite())
@@ -169,14 +169,16 @@ def test_equals_the_definition_forward_and_backward(layout, keep):
         grads = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads)]
         assert_gradients(grads, wanted, 1e-9, names)
         with torch.no_grad():
-            assert_close(both(q, k, inputs[2], hierarchy, 1.3, **given), found, 0, "without tape")
+            assert_close(
+                attend_both(q, k, inputs[2], hierarchy, 1.3, **given), found, 0, "without tape"
+            )
 
 
 def test_gradcheck():
     q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, kv_heads=1, lq=7, d=2, seed=3))
     for hierarchy in (Hierarchy.windows(7, (2, 4)), one_tree(1, 7, random.Random(1))):
         for keep in (True, False):
-            call = lambda q, k, v, h=hierarchy, keep=keep: both_with_root(
+            call = lambda q, k, v, h=hierarchy, keep=keep: attend_both_with_root(
                 q, k, v, h, keep_diagonal=keep
             )
             assert torch.autograd.gradcheck(call, (q, k, v))
@@ -191,11 +193,13 @@ def test_a_padded_row_equals_the_row_alone(side):
     mask[1, real] = 1
     for x in (q, k, v):
         x[1, :, mask[1] == 0] = INF  # whatever stands there, nobody may see it
-    out = both(q, k, v, Hierarchy.windows(21, (4, 8), mask))
-    alone = both(q[1:, :, real], k[1:, :, real], v[1:, :, real], Hierarchy.windows(13, (4, 8)))
+    out = attend_both(q, k, v, Hierarchy.windows(21, (4, 8), mask))
+    alone = attend_both(
+        q[1:, :, real], k[1:, :, real], v[1:, :, real], Hierarchy.windows(13, (4, 8))
+    )
     assert_close(out[1:, :, real], alone, 1e-14, "padded row")
     assert_close(
-        out[:1], both(q[:1], k[:1], v[:1], Hierarchy.windows(21, (4, 8))), 1e-14, "full row"
+        out[:1], attend_both(q[:1], k[:1], v[:1], Hierarchy.windows(21, (4, 8))), 1e-14, "full row"
     )
     assert not out[1, :, mask[1] == 0].any()
 
@@ -204,7 +208,7 @@ def test_special_tokens_under_the_root_keep_attention_of_their_own():
     """A leaf under the root is tied to nothing on its own side: its row is the softmax over sibling blocks."""
     parents = [8, 6, 6, 7, 7, 8, 8, 8, -1]
     q, k, v = qkv(batch=1, heads=1, lq=6, d=3)
-    out = both(q, k, v, Hierarchy.from_parents(parents))
+    out = attend_both(q, k, v, Hierarchy.from_parents(parents))
     blocks = [[0], [1, 2], [3, 4], [5]]
     mean = lambda x: torch.stack([x[0, 0, b].mean(0) for b in blocks])
     logits = q[0, 0, 0] @ mean(k).T / 3**0.5 + torch.tensor([len(b) for b in blocks]).double().log()
@@ -218,7 +222,10 @@ def test_windows_equal_their_tree():
     for sizes in ((2, 4, 16), (3, 9), (7,)):
         found = Hierarchy.windows(50, sizes)
         assert_close(
-            both(q, k, v, found), both(q, k, v, found.materialised), 1e-12, f"windows {sizes}"
+            attend_both(q, k, v, found),
+            attend_both(q, k, v, found.materialised),
+            1e-12,
+            f"windows {sizes}",
         )
 
 
@@ -229,7 +236,7 @@ def test_wide_families_in_blocks_of_rows(monkeypatch):
     results = []
     for limit in (2**30, 2**14):
         monkeypatch.setattr(up_down, "BLOCK_ELEMENTS", limit)
-        out = both(q, k, v, Hierarchy.windows(600, (2,)), position_bias=bias)
+        out = attend_both(q, k, v, Hierarchy.windows(600, (2,)), position_bias=bias)
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))])
     for name, a, b in zip(("output", "query", "key", "value", "bias"), *results, strict=True):
         assert_close(a, b, 1e-12, name)
@@ -272,7 +279,7 @@ def test_sibling_embeddings(rows):
     module = SiblingEmbeddings({"patches": 5, "words": 4, "parts": 3}, 4, 3, std=0.7).double()
     q, k, v = (t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=10, d=4, seed=6))
     leaves = [q, k, v, *module.parameters()]
-    found = both(q, k, v, hierarchy, siblings=module)
+    found = attend_both(q, k, v, hierarchy, siblings=module)
     expected, _ = dense(q, k, v, hierarchy, 0.5, embedding=lambda tree: by_node(module, tree))
     assert_close(found, expected, 1e-12, "output")
     weight = tensor(*found.shape, seed=7)
@@ -284,12 +291,12 @@ def test_zero_embeddings_are_the_identity_and_kindless_families_have_none():
     parents, kinds, names = kinds_tree()
     q, k, v = qkv(batch=1, heads=2, lq=10, d=4)
     with_kinds = Hierarchy.from_parents(parents, kinds=kinds, kind_names=names)
-    plain = both(q, k, v, Hierarchy.from_parents(parents))
+    plain = attend_both(q, k, v, Hierarchy.from_parents(parents))
     zero = SiblingEmbeddings({"words": 4, "patches": 4, "parts": 3}, 2, 3, std=0)
-    assert_close(both(q, k, v, with_kinds, siblings=zero), plain, 0, "zero embeddings")
+    assert_close(attend_both(q, k, v, with_kinds, siblings=zero), plain, 0, "zero embeddings")
     some = SiblingEmbeddings({"words": 4}, 2, 3, std=1.0)
     assert_close(
-        both(q, k, v, Hierarchy.from_parents(parents), siblings=some), plain, 0, "no kinds"
+        attend_both(q, k, v, Hierarchy.from_parents(parents), siblings=some), plain, 0, "no kinds"
     )
 
 
@@ -300,9 +307,9 @@ def test_missing_tables_are_refused():
     with pytest.raises(
         ValueError, match="families of kind 'patches', which have no sibling embeddings"
     ):
-        both(q, k, v, hierarchy, siblings=SiblingEmbeddings({"words": 4, "parts": 4}, 2, 3))
+        attend_both(q, k, v, hierarchy, siblings=SiblingEmbeddings({"words": 4, "parts": 4}, 2, 3))
     with pytest.raises(ValueError, match="'words' has 4 children; allowed: at most 3"):
-        both(
+        attend_both(
             q,
             k,
             v,
@@ -363,10 +370,10 @@ def test_loss_of_keys_is_the_divergence_and_the_smaller_one(causal):
 def test_other_tokens_are_refused():
     q, k, v = qkv(lq=5, lk=6)
     with pytest.raises(ValueError, match="5 queries, 6 keys and a hierarchy over 6 tokens"):
-        both(q, k, v, Hierarchy.windows(6, (2,)))
+        attend_both(q, k, v, Hierarchy.windows(6, (2,)))
     q, k, v = qkv(batch=3, lq=6)
     with pytest.raises(ValueError, match="the hierarchy has 2 rows, the batch 3"):
-        both(q, k, v, Hierarchy.windows(6, (2,), torch.ones(2, 6)))
+        attend_both(q, k, v, Hierarchy.windows(6, (2,), torch.ones(2, 6)))
 
 
 @pytest.mark.parametrize("additive", [False, True])

@@ -8,7 +8,7 @@ import torch
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa import operator
-from hf_hyperattn.mechanisms.hsa.tree.both import both_with_root, compiled, run
+from hf_hyperattn.mechanisms.hsa.tree.both import attend_both_with_root, call_operator, compute_both
 from hf_hyperattn.mechanisms.hsa.tree.pair_terms import SiblingEmbeddings
 from tests.mechanisms.test_hsa_both import LAYOUTS, kinds_tree
 from tests.oracles import hsa
@@ -20,7 +20,7 @@ NAMES = ("query", "key", "value", "bias", "tables")
 def both_ways(inputs, hierarchy, bias, tables, keep):
     """Output, ρ and gradients by the operator and by what it computes."""
     found = []
-    for way in (compiled, run):
+    for way in (call_operator, compute_both):
         out, root = way(*inputs[:3], hierarchy, 0.7, keep, bias, tables)
         loss = (out * tensor(*out.shape, seed=5)).sum() + torch.where(
             root.isfinite(), root, 0.0
@@ -65,7 +65,7 @@ def test_operator_with_sibling_embeddings(rows):
 def test_operator_keeps_its_contract():
     """Schema, fake tensors and autograd registration, as torch checks them."""
     q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=6, d=2))
-    sizes, named = operator.flatten(Hierarchy.from_parents(hsa.random_parents(6, 1)))
+    sizes, named = operator.flatten_hierarchy(Hierarchy.from_parents(hsa.random_parents(6, 1)))
     names, parts = zip(*named)
     text = operator.BREAK.join(["both", *names])
     torch.library.opcheck(operator.hsa, ([q, k, v, *parts], text, sizes, [6, 1, 0], 0.5))
@@ -99,7 +99,7 @@ def test_trees_and_embeddings_compile_into_one_graph():
     bias = tensor(1, 1, 10, 10, seed=3, dtype=torch.float32)
 
     def run(q, k, v, bias):
-        return both_with_root(
+        return attend_both_with_root(
             q, k, v, hierarchy, siblings=module, position_bias=bias, keep_diagonal=False
         )
 

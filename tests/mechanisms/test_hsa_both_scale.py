@@ -8,7 +8,7 @@ import torch
 from hf_hyperattn.analysis import PeakMemory
 from hf_hyperattn.hierarchy import Hierarchy, Tree
 from hf_hyperattn.mechanisms.hsa.reference import definition_both
-from hf_hyperattn.mechanisms.hsa.tree.both import both, both_with_root
+from hf_hyperattn.mechanisms.hsa.tree.both import attend_both, attend_both_with_root
 from hf_hyperattn.mechanisms.hsa.tree.layout import layout_of
 from tests.oracles.cases import assert_close, qkv, tensor
 
@@ -52,7 +52,7 @@ def test_float32_at_depth_twelve(kind, scale):
     weight = tensor(1, 2, LENGTH, 8, seed=4)
     found = []
     for inputs in (short, wide):
-        out, root = both_with_root(*inputs, hierarchy)
+        out, root = attend_both_with_root(*inputs, hierarchy)
         found.append(
             [
                 out.detach(),
@@ -74,7 +74,7 @@ def test_long_products_of_inside_do_not_underflow(shift):
     column[..., 2:] = torch.linspace(0, shift * -1, n - 2)
     q, v = torch.ones(1, 1, n, 1), torch.eye(n)[None, None]
     column.requires_grad_()
-    out, root = both_with_root(q, column[..., None], v, Hierarchy.of_trees([tree]), 1.0)
+    out, root = attend_both_with_root(q, column[..., None], v, Hierarchy.of_trees([tree]), 1.0)
     S = column.detach()[:, :, None].expand(1, 1, n, n)
     P, rho = definition_both(S, tree)
     assert_close(out, P, 2e-4, "P")
@@ -95,11 +95,11 @@ def test_a_tree_as_deep_as_the_sequence_costs_no_square():
     layout = layout_of(hierarchy, 1, q.device)
     assert sum(g.families * g.width for g in layout.groups) == 2 * (n - 1)
     with PeakMemory() as memory:
-        both(q, k, v, hierarchy).sum().backward()
+        attend_both(q, k, v, hierarchy).sum().backward()
     assert memory.added < 30 * 2**20
     with torch.no_grad():
-        exact = both(q.double(), k.double(), v.double(), hierarchy)
-    assert_close(both(q, k, v, hierarchy), exact, 2e-4, "output")
+        exact = attend_both(q.double(), k.double(), v.double(), hierarchy)
+    assert_close(attend_both(q, k, v, hierarchy), exact, 2e-4, "output")
 
 
 def test_memory_is_linear():
@@ -107,16 +107,18 @@ def test_memory_is_linear():
     n = 2**16
     q, k, v = (torch.randn(1, 1, n, 16, requires_grad=True) for _ in range(3))
     with PeakMemory() as memory:
-        both(q, k, v, Hierarchy.windows(n, (16, 64, 256, 1024, 4096, 16384))).sum().backward()
+        attend_both(
+            q, k, v, Hierarchy.windows(n, (16, 64, 256, 1024, 4096, 16384))
+        ).sum().backward()
     assert memory.added < 150 * 2**20
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(dtype):
     q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=50, d=8, dtype=dtype))
-    out = both(q, k, v, Hierarchy.windows(50, (4, 16)))
+    out = attend_both(q, k, v, Hierarchy.windows(50, (4, 16)))
     assert out.dtype == torch.float32
-    exact = both(q.double(), k.double(), v.double(), Hierarchy.windows(50, (4, 16)))
+    exact = attend_both(q.double(), k.double(), v.double(), Hierarchy.windows(50, (4, 16)))
     assert_close(out, exact, 1e-5, "output")
     out.sum().backward()
     assert q.grad.dtype == dtype
@@ -129,5 +131,5 @@ def test_views_as_transformers_hands_them_over():
         for t in qkv(batch=2, heads=6, kv_heads=3, lq=37, d=4)
     )
     hierarchy = Hierarchy.windows(37, (4, 16))
-    plain = both(q.contiguous(), k.contiguous(), v.contiguous(), hierarchy)
-    assert_close(both(q, k, v, hierarchy), plain, 0, "output")
+    plain = attend_both(q.contiguous(), k.contiguous(), v.contiguous(), hierarchy)
+    assert_close(attend_both(q, k, v, hierarchy), plain, 0, "output")

@@ -13,7 +13,7 @@ from hf_hyperattn.cli import smollm2
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.evicted import attend_evicted
-from hf_hyperattn.mechanisms.hsa.means_kept import levels_of
+from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
 from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from tests.integration.models import perturb
@@ -180,7 +180,7 @@ def test_the_cache_computes_no_mean_twice(monkeypatch):
     store = cache.layers[0].store
     before = [mean.room.clone() for pair in store.beside["means"].means for mean in pair]
     monkeypatch.setattr(
-        "hf_hyperattn.mechanisms.hsa.windowed.key.pool", None
+        "hf_hyperattn.mechanisms.hsa.windowed.key.pool_levels", None
     )  # nothing is pooled anew
     logits(model, input_ids=ids[:, 32:], past_key_values=cache)
     after = [mean.room for pair in store.beside["means"].means for mean in pair]
@@ -204,7 +204,7 @@ def test_a_cache_keeps_half_precision_once():
     cache = LayerCache(key, value)
     cache.append(key, value)
     with torch.no_grad():
-        levels = levels_of(cache, (2,), None)
+        levels = read_levels(cache, (2,), None)
     kept = [tensor.room for tensor in (*cache.tokens, *cache.beside["means"].means[0])]
     assert [levels.keys[0].dtype, levels.keys[1].dtype] == [torch.bfloat16, torch.float32]
     assert list(cache.beside) == ["means"]
@@ -349,20 +349,20 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
         [new(2, 150), new(2, 150)],
     )
     cache.append(*every)
-    levels_of(cache, (4, 16), None)
+    read_levels(cache, (4, 16), None)
     for step in range(140):
         if step in (90, 115):
             cache.crop(cache.length - 3)
             every = [t[:, :, :-3] for t in every]
         if step == 100:
-            cache.pick(torch.tensor([1, 0]))
+            cache.select_rows(torch.tensor([1, 0]))
             every = [t.flip(0) for t in every]
         if step == 120 and heads == "each":
             rule["near"] = torch.tensor([1, 2, 3, 4])
         more = new(2, 1), new(2, 1)
         cache.append(*more)
         every = [torch.cat([t, m], 2) for t, m in zip(every, more, strict=True)]
-        levels = levels_of(cache, (4, 16), None)
+        levels = read_levels(cache, (4, 16), None)
         query, offset = new(4, 1), cache.length - 1
         asked = rule | {"offset": offset, "scale": 0.3}
         if ways == "torch":

@@ -46,7 +46,7 @@ def test_the_layer_is_what_its_parameters_say(tying, heads, mode):
         for i, parameter in enumerate(layer.parameters()):
             parameter.copy_(tensor(4, seed=i + 9))
     call = HostCall(q, k, v, 0.7, causal, Options(is_causal=causal))
-    got, weights = layer(Plan.of(call)).run(weights=True)
+    got, weights = layer(Plan.from_call(call)).run(weights=True)
     rule = {"near": 2, "sinks": 4, "refine_top_k": 1} if causal else {}
     rule |= {"block_bias": 0.5 + layer.block_bias.detach()} if causal else {}
     ask = dict(is_causal=causal, scale=0.7, enable_gqa=True)
@@ -189,7 +189,7 @@ def test_a_mask_that_is_changed_in_place_is_read_again():
     q, k, v = qkv(batch=1, heads=2, lq=8, d=4)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     layer = HsaLayer(HsaConfig((2,)), None)
-    call = lambda: layer(Plan.of(HostCall(q, k, v, 1.0, False, Options(mask=mask)))).run()[0]
+    call = lambda: layer(Plan.from_call(HostCall(q, k, v, 1.0, False, Options(mask=mask)))).run()[0]
     whole = call()
     mask[..., 6:] = False
     part = hierarchical_attention(q[:, :, :6], k[:, :, :6], v[:, :, :6], scale=1.0, hierarchy=(2,))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
-from hf_hyperattn.mechanisms.hsa.pairs import pairs
+from hf_hyperattn.mechanisms.hsa.pairs import count_pairs
 from hf_hyperattn.mechanisms.hsa.reference import definition_key
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from tests.mechanisms.test_hsa_both import with_statistics
@@ -218,7 +218,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_counted_pairs(seed):
-    """The count of `pairs` is that of covers built one by one."""
+    """The count of `count_pairs` is that of covers built one by one."""
     count, sizes, _, _, causal, rule = some_setting(100 + seed)
     top_k = rule.pop("refine_top_k") if causal else rule.pop("refine_top_k") * 0
     last = count if not (causal and sizes) else (-(-count // sizes[-1]) + 1) * sizes[-1]
@@ -231,7 +231,9 @@ def test_counted_pairs(seed):
         )
         cover = key_tying.cover(tree, i, seen, set(range(rule["sinks"])), group, rule["near"])
         expected += len(key_tying.refine(cover, row, top_k))
-    assert pairs(count, sizes, **rule, top_k=top_k, is_causal=causal, compared=False) == expected
+    assert (
+        count_pairs(count, sizes, **rule, top_k=top_k, is_causal=causal, compared=False) == expected
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -249,4 +251,4 @@ def test_a_single_token_at_the_ragged_end_is_not_refined(length, dtype):
 def test_counted_pairs_where_everything_is_refined():
     """All blocks opened, the pairs are those of ordinary attention; the last token alone is no block."""
     for length in (9, 13, 16):
-        assert pairs(length, (2,), 0, 0, length, is_causal=False, compared=False) == length**2
+        assert count_pairs(length, (2,), 0, 0, length, is_causal=False, compared=False) == length**2

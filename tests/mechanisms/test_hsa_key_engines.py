@@ -12,7 +12,7 @@ from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
-from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, key_tied, pool
+from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, key_tied, pool_levels
 from tests.mechanisms.test_hsa_key import brute
 from tests.oracles.cases import assert_close, tensor
 
@@ -132,7 +132,7 @@ def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
             tied(q[:, :, a:b], k[:, :, :b], v[:, :, :b], sizes, offset=a, **where, **rule)[0]
         )
     for a in range(60, 71):
-        fresh = pool(k[:, :, : a + 1], v[:, :, : a + 1], sizes, **where)
+        fresh = pool_levels(k[:, :, : a + 1], v[:, :, : a + 1], sizes, **where)
         whole = [(a + 1) // w for w in sizes]  # incomplete blocks are not needed
         kept = [
             (t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole))) for t in (fresh.keys, fresh.values)
@@ -279,7 +279,7 @@ def test_tokens_in_half_precision_are_read_as_the_same_numbers(seed, both, dtype
     where = {"starts": rule.pop("starts"), "stops": rule.pop("stops", None)}
     if not rule["is_causal"]:
         rule["refine_top_k"] = 0
-    wide = pool(*low, sizes, **where)
+    wide = pool_levels(*low, sizes, **where)
     kept = Levels(sizes, (low[0], *wide.keys[1:]), (low[1], *wide.values[1:]), **where)
     found = [
         attend_levels(q, levels, **rule, backend="native")[0].nan_to_num(7.0)
@@ -462,9 +462,11 @@ def test_sinks_and_biases_in_half_precision():
     )
     for sizes in ((4,), ()):
         rule = {"near": 2, "is_causal": True, "backend": "native"}
-        found = attend_levels(q, pool(k, v, sizes), sink_logit=sink, block_bias=bias, **rule)[0]
+        found = attend_levels(
+            q, pool_levels(k, v, sizes), sink_logit=sink, block_bias=bias, **rule
+        )[0]
         wide = attend_levels(
-            q, pool(k, v, sizes), sink_logit=sink.float(), block_bias=bias.float(), **rule
+            q, pool_levels(k, v, sizes), sink_logit=sink.float(), block_bias=bias.float(), **rule
         )[0]
         assert torch.equal(found, wide)
         low = [t.bfloat16() for t in (q, k, v)]

@@ -9,7 +9,7 @@ from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.mechanisms.hsa import portable
 from hf_hyperattn.mechanisms.hsa.config import Rule
-from hf_hyperattn.mechanisms.hsa.request import Request, tied
+from hf_hyperattn.mechanisms.hsa.request import Request, attend_tied
 
 BATCH, HEADS = 2, 4
 
@@ -69,10 +69,10 @@ def call(seed: int, tying: str, is_causal: bool):
 def test_agrees_with_trees(tying, is_causal):
     for seed in range(40):
         query, key, value, options, request, real = call(seed, tying, is_causal)
-        assert portable.supports(query, key, options, request)
-        expected = tied(query, key, value, options, request)
+        assert portable.supports_call(query, key, options, request)
+        expected = attend_tied(query, key, value, options, request)
         for got, want in zip(
-            portable.attend(query, key, value, options, request), expected, strict=True
+            portable.attend_densely(query, key, value, options, request), expected, strict=True
         ):
             assert ((got - want) * real[:, None, :, None]).abs().max() < 1e-9, (
                 seed,
@@ -85,7 +85,7 @@ def test_a_mask_that_tying_both_forbids_gives_no_numbers():
     query, key, value, options, request, _ = call(0, "both", False)
     hides = torch.ones(BATCH, 1, *query.shape[2:3] * 2, dtype=torch.bool)
     hides[1, 0, 0, 2] = False
-    out, _ = portable.attend(query, key, value, Options(hides), request)
+    out, _ = portable.attend_densely(query, key, value, Options(hides), request)
     assert out[0].isfinite().all() and out[1].isnan().all()
 
 
@@ -108,10 +108,12 @@ def test_onnx_refuses_trees(monkeypatch):
 def test_what_is_left_to_the_operator():
     query, key, _, _, request, _ = call(0, "key", False)
     refine = Rule("key", refine_top_k=2)
-    assert not portable.supports(query, key, Options(), Request(request.hierarchy, refine, False))
-    assert not portable.supports(
+    assert not portable.supports_call(
+        query, key, Options(), Request(request.hierarchy, refine, False)
+    )
+    assert not portable.supports_call(
         query[:, :, -1:], key, Options(), Request(request.hierarchy, refine, True)
     )
-    assert not portable.supports(
+    assert not portable.supports_call(
         query, key, Options(), Request(torch.zeros(2, 3, 1), request.rule, False)
     )

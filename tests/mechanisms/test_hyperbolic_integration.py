@@ -87,7 +87,7 @@ def test_a_blend_is_what_its_gates_say(name, asked, backend):
     layer, c, tau = layer_of(name, "blend")
     asked = {k: torch.tensor(v).double() if isinstance(v, list) else v for k, v in asked.items()}
     call = call_of(Options(is_causal=True, **asked))
-    out, _ = layer(Plan.of(call)).run(backend)
+    out, _ = layer(Plan.from_call(call)).run(backend)
     share = 0.0 if layer.midpoint_gate is None else layer.midpoint_gate.detach()
     assert_close(
         out, manual(call, name, c, tau, layer.gate.detach(), share, "blend"), 1e-9, "output"
@@ -100,7 +100,7 @@ def test_a_replacement_is_the_published_operator(name, asked):
     layer, c, tau = layer_of(name, "replace")
     asked = {k: torch.tensor(v).double() if isinstance(v, list) else v for k, v in asked.items()}
     call = call_of(Options(is_causal=True, **asked))
-    out, weights = layer(Plan.of(call)).run(weights=True)
+    out, weights = layer(Plan.from_call(call)).run(weights=True)
     assert_close(out, manual(call, name, c, tau, 1.0, 1.0, "replace"), 1e-9, "output")
     assert weights.shape == (2, 4, 6, 6)
 
@@ -118,7 +118,7 @@ def test_heads_that_are_left_alone_stay_the_hosts(name, mode, softcap, backend):
     share = chosen
     if mode == "blend":
         share = chosen * layer.midpoint_gate.detach() if layer.midpoint_gate is not None else 0.0
-    out, _ = layer(Plan.of(call)).run(backend)
+    out, _ = layer(Plan.from_call(call)).run(backend)
     assert_close(out, manual(call, name, c, tau, gate, share, mode), 1e-9, "output")
 
 
@@ -131,7 +131,7 @@ def test_half_precision_hosts_stay_finite(name, dtype, size):
     for parameter in layer.parameters():
         parameter.requires_grad_()
     call = call_of(Options(is_causal=True), DTYPES[dtype], size)
-    out, _ = layer(Plan.of(call)).run("blockwise")
+    out, _ = layer(Plan.from_call(call)).run("blockwise")
     assert out.dtype == DTYPES[dtype] and torch.isfinite(out).all()
     if (
         dtype == "float16" and size > 1
@@ -150,12 +150,12 @@ def test_parameters_start_at_zero_which_changes_nothing(name):
         n: ((4,), False) for n in expected
     }
     call = call_of(Options(is_causal=True))
-    plain, _ = Plan.of(call).run()
+    plain, _ = Plan.from_call(call).run()
     for gate in (g for g in (layer.gate, layer.midpoint_gate) if g is not None):
         with torch.no_grad():
             gate[2] = 0.1
         assert not layer.identical()
-        assert (layer(Plan.of(call)).run()[0] - plain).abs().amax((0, 2, 3))[2] > 1e-3
+        assert (layer(Plan.from_call(call)).run()[0] - plain).abs().amax((0, 2, 3))[2] > 1e-3
         layer.reset_parameters()
 
 
@@ -164,7 +164,7 @@ def test_both_gates_learn_from_the_start_and_geometry_after():
     pull = tensor(2, 4, 6, 5, seed=3)
 
     def gradients():
-        out, _ = layer(Plan.of(call_of(Options(is_causal=True)))).run()
+        out, _ = layer(Plan.from_call(call_of(Options(is_causal=True)))).run()
         names, leaves = zip(*layer.named_parameters(), strict=True)
         return dict(zip(names, torch.autograd.grad((out * pull).sum(), leaves), strict=True))
 

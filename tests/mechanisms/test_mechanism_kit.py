@@ -10,7 +10,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.integration.stock import OURS
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from hf_hyperattn.testing import CONTRACTS, ContractError, check_mechanism, mechanism_checks
-from hf_hyperattn.testing.mechanisms import gradients_of
+from hf_hyperattn.testing.mechanisms import compute_gradients
 from tests.integration.toy_rooms import ToySlopeConfig, ToySlopeLayer, register_toys
 
 
@@ -102,14 +102,14 @@ def test_a_refusal_is_expected_or_an_error(families, refuses, error, said):
 
 def test_the_limit_does_not_grow_with_the_numbers():
     (check,) = mechanism_checks("cone", contracts=["identity"], families=["bert"])
-    check.equal(torch.full((3,), 1e3), torch.full((3,), 1e3), 1e-5, "nothing")
+    check.require_equal(torch.full((3,), 1e3), torch.full((3,), 1e3), 1e-5, "nothing")
     for first, second in (
         (torch.full((3,), 1e3 + 1e-2), torch.full((3,), 1e3)),
         (torch.tensor([float("nan")]), torch.zeros(1)),
         (torch.zeros(3), torch.zeros(3, 1)),
     ):
         with pytest.raises(ContractError):
-            check.equal(first, second, 1e-5, "something")
+            check.require_equal(first, second, 1e-5, "something")
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -117,17 +117,19 @@ def test_a_wrong_gradient_is_no_rounding(family):
     """Where logits are thousands, and rounding is a thousandth of a gradient, one that is 1 % off is found."""
     config = ha.HyperbolicConfig(distance="squared_lorentz", aggregation="mean")
     (check, _) = mechanism_checks("hyperbolic", config, contracts=["compiled"], families=[family])
-    model = check.patched(num_hidden_layers=1)
-    right = gradients_of(model, family)
-    check.equal_but_rounding(right, model, partial(gradients_of, family=family), 1e-5, "nothing")
+    model = check.make_patched_model(num_hidden_layers=1)
+    right = compute_gradients(model, family)
+    check.require_equal_but_rounding(
+        right, model, partial(compute_gradients, family=family), 1e-5, "nothing"
+    )
     for name in right:
         wrong = right | {name: 1.01 * right[name]}
         with pytest.raises(
             ContractError,
             match=rf"a factor changes \S*{name} by .* from what float64 gives, allowed",
         ):
-            check.equal_but_rounding(
-                wrong, model, partial(gradients_of, family=family), 1e-5, "a factor"
+            check.require_equal_but_rounding(
+                wrong, model, partial(compute_gradients, family=family), 1e-5, "a factor"
             )
 
 

@@ -207,10 +207,11 @@ def small_or_tiles(request, monkeypatch):
         monkeypatch.setattr("hf_hyperattn.engines.blockwise.FORWARD_ELEMENTS", 60)
         monkeypatch.setattr("hf_hyperattn.engines.blockwise.BACKWARD_ELEMENTS", 40)
         monkeypatch.setattr(
-            "hf_hyperattn.mechanisms.talking_heads.operator.small", lambda score: False
+            "hf_hyperattn.mechanisms.talking_heads.operator.is_small", lambda score: False
         )
         monkeypatch.setattr(
-            "hf_hyperattn.mechanisms.talking_heads.operator.rows_of", lambda n, *_: min(2, n)
+            "hf_hyperattn.mechanisms.talking_heads.operator.count_tile_rows",
+            lambda n, *_: min(2, n),
         )
 
 

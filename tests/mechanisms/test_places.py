@@ -11,7 +11,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.engines.selection import Places
 from hf_hyperattn.mechanisms.hsa.windowed import native
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
-from hf_hyperattn.mechanisms.hsa.windowed.means import pool
+from hf_hyperattn.mechanisms.hsa.windowed.means import pool_levels
 from hf_hyperattn.mechanisms.selection import places
 from hf_hyperattn.mechanisms.selection.cache import LayerCache
 from hf_hyperattn.rules import Pages
@@ -198,7 +198,7 @@ def test_values_may_have_more_heads_than_keys():
     key, value = torch.randn(2, 2, 5, 4), torch.randn(2, 4, 5, 3)
     cache = LayerCache(key, value)
     cache.append(key, value)
-    assert all(torch.equal(*pair) for pair in zip(cache.show(), (key, value), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(cache.show_tokens(), (key, value), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_rows_without_keys():
 @pytest.mark.parametrize("spans", [None, torch.zeros(0).long()], ids=["whole", "spans"])
 def test_windows_of_a_batch_of_no_rows(spans):
     key = torch.zeros(0, 2, 5, 4)
-    levels = pool(key, key[..., :3], (2, 4), spans, spans)
+    levels = pool_levels(key, key[..., :3], (2, 4), spans, spans)
     assert [level.shape[1:] for level in levels.values] == [(2, 5, 3), (2, 3, 3), (2, 2, 3)][
         : len(levels.values)
     ]
@@ -227,7 +227,7 @@ def test_windows_of_a_batch_of_no_rows(spans):
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "native", "rows"])
 def test_key_tying_of_a_batch_of_no_rows(backend):
-    if backend == "native" and not native.serves(torch.zeros(1)):
+    if backend == "native" and not native.can_serve(torch.zeros(1)):
         pytest.skip("no compiler")
     query, key = torch.zeros(0, 4, 5, 4, requires_grad=True), torch.zeros(0, 2, 5, 4)
     out, _ = key_tied(query, key, key[..., :3], (2, 4), near=1, is_causal=True, backend=backend)

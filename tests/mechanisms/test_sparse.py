@@ -25,7 +25,7 @@ from hf_hyperattn.mechanisms.sparse import (
     rules,
     sparse_rule,
 )
-from hf_hyperattn.mechanisms.sparse.masking import masked
+from hf_hyperattn.mechanisms.sparse.masking import mask_by_rules
 
 LENGTH, SCALE = 41, 0.7
 CAUSAL = [
@@ -76,10 +76,10 @@ def test_a_rule_is_its_definition(rule):
     out, mask = attend(query, key, value, rule), rule.mask(query, key, SCALE)
     for h in range(2):
         expected = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
-        for i, tokens in enumerate(reference.definition(rule, query[0, h], key[0, 0], SCALE)):
+        for i, tokens in enumerate(reference.list_seen(rule, query[0, h], key[0, 0], SCALE)):
             expected[i, list(tokens)] = True
         assert torch.equal(mask[0, h], expected)
-        whole = reference.attention(rule, query[0, h], key[0, 0], value[0, 0], SCALE)
+        whole = reference.attend_by_definition(rule, query[0, h], key[0, 0], value[0, 0], SCALE)
         torch.testing.assert_close(out[0, h], whole, atol=1e-12, rtol=0)
 
 
@@ -158,7 +158,9 @@ def test_lengths_are_looked_up_by_the_query():
     query, key = drawn(1, 2, LENGTH), drawn(1, 2, LENGTH, seed=1)
     config = ha.SparseConfig([[Window(4, 0)], [Window(9, 1), Exact()]], lengths=(20, 40))
     assert config.tuned_length == 40
-    hidden = masked(query, key, 1.0, Options(is_causal=True), config.head_rules(2, "it")).mask
+    hidden = mask_by_rules(
+        query, key, 1.0, Options(is_causal=True), config.head_rules(2, "it")
+    ).mask
     short, long = Window(4, 0).mask(query, key), Window(9, 1).mask(query, key)
     causal = Exact().mask(query, key)
     seen = hidden & causal
@@ -251,7 +253,7 @@ def test_a_rule_of_ones_own():
             torch.nn.functional.scaled_dot_product_attention(query, key, key, mask, scale=SCALE),
         )
         with pytest.raises(TypeError, match="defined by its own visible"):
-            reference.definition(EveryOther(3), query[0, 0], key[0, 0], 1.0)
+            reference.list_seen(EveryOther(3), query[0, 0], key[0, 0], 1.0)
     finally:
         RULES.pop("every_other", None)
 

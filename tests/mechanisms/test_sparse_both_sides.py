@@ -20,7 +20,7 @@ from hf_hyperattn.mechanisms.sparse import (
     sparse_rule,
 )
 from hf_hyperattn.mechanisms.sparse.head_rules import HeadRules
-from hf_hyperattn.mechanisms.sparse.masking import masked
+from hf_hyperattn.mechanisms.sparse.masking import mask_by_rules
 
 LENGTH, SCALE = 43, 0.7
 BOTH = [
@@ -487,12 +487,12 @@ def window_of_pages(rule, window):
     """What each query sees of a text under a rule, inside a window."""
     from hf_hyperattn.engines import Options
     from hf_hyperattn.mechanisms.selection.places import read_mask
-    from hf_hyperattn.mechanisms.sparse.masking import text_of
+    from hf_hyperattn.mechanisms.sparse.masking import read_text
 
     query, key = drawn(1, 1, LENGTH), drawn(1, 1, LENGTH, seed=1)
     rules, options = HeadRules(((None, (rule,)),)), Options(window=window)
-    known = text_of(query, key, read_mask(query, key, options, False), rules)
-    mask = masked(query, key, SCALE, options, rules, known, window).mask
+    known = read_text(query, key, read_mask(query, key, options, False), rules)
+    mask = mask_by_rules(query, key, SCALE, options, rules, known, window).mask
     return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
 
 

@@ -25,14 +25,14 @@ RULES = (
 def runs(monkeypatch):
     """How often the kernel ran."""
     count = []
-    attend = compiled.attend
+    attend = compiled.attend_by_kernel
 
     def watched(*arguments, **keywords):
         out = attend(*arguments, **keywords)
         count.append(out is not None)
         return out
 
-    monkeypatch.setattr(compiled, "attend", watched)
+    monkeypatch.setattr(compiled, "attend_by_kernel", watched)
     return count
 
 

@@ -24,7 +24,7 @@ from hf_hyperattn.mechanisms.sparse import (
     reference,
     sparse_rule,
 )
-from hf_hyperattn.mechanisms.sparse.evicted import reaches_of
+from hf_hyperattn.mechanisms.sparse.evicted import find_reaches
 from hf_hyperattn.mechanisms.sparse.head_rules import HeadRules
 from hf_hyperattn.mechanisms.sparse.layer import SparseLayer
 from tests.zoo.tiny import tiny_config
@@ -105,9 +105,9 @@ def test_what_is_kept_gives_what_the_definition_gives():
         kept, values = (t.view()[0, 0] for t in cache.parts[0].tokens)
         shown = rule.mask(query[:, :, i : i + 1], kept[None, None], first=len(kept) - 1)[0, 0, 0]
         weights = torch.softmax((0.4 * kept @ query[0, 0, i]).masked_fill(~shown, -torch.inf), 0)
-        expected = reference.attention(rule, *(t[0, 0, : i + 1] for t in (query, key, value)), 0.4)[
-            i
-        ]
+        expected = reference.attend_by_definition(
+            rule, *(t[0, 0, : i + 1] for t in (query, key, value)), 0.4
+        )[i]
         assert_same(weights @ values, expected)
         cache.evict_unreachable(None)
     assert held_of(cache) <= 20
@@ -119,12 +119,12 @@ def held_of(cache):
 
 def test_a_key_head_is_forgotten_where_all_of_its_query_heads_allow_it():
     rules = HeadRules(((None, (Window(5, 1), Window(3, 2), Window(4), Exact())),))
-    assert reaches_of(rules, 4) == ((5, 1), (3, 2), (4, 4), None)
-    assert reaches_of(rules, 2) == ((5, 2), None)
-    assert reaches_of(rules, 1) == (None,)
+    assert find_reaches(rules, 4) == ((5, 1), (3, 2), (4, 4), None)
+    assert find_reaches(rules, 2) == ((5, 2), None)
+    assert find_reaches(rules, 1) == (None,)
     both = ((20, (Window(5),)), (40, (Window(9, 0),)))
-    assert reaches_of(HeadRules(both), 1) == ((9, 4),)
-    assert reaches_of(HeadRules((both[0], (None, (VerticalSlash(),)))), 1) == (None,)
+    assert find_reaches(HeadRules(both), 1) == ((9, 4),)
+    assert find_reaches(HeadRules((both[0], (None, (VerticalSlash(),)))), 1) == (None,)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -203,14 +203,16 @@ def test_biases_sinks_and_softcaps_are_those_of_the_heads():
         torch.randn(1, 4, 50, 50, dtype=torch.float64),
     )
     key, value = torch.randn(2, 1, 2, 50, 8, dtype=torch.float64)
-    cache = LayerCache(key, value, reaches_of(layer.find_rules(0, 4, 4, is_causal=True), 2))
+    cache = LayerCache(key, value, find_reaches(layer.find_rules(0, 4, 4, is_causal=True), 2))
     for i in range(50):
         row, so_far = slice(i, i + 1), slice(0, i + 1)
         cache.append(key[:, :, row], value[:, :, row])
-        shown = cache.show()
+        shown = cache.show_tokens()
         options = Options(bias=bias[:, :, row, so_far], sinks=bias[0, :, 0, 0], softcap=5.0)
         pairs = shown, (key[:, :, so_far], value[:, :, so_far])
-        plans = (Plan.of(HostCall(query[:, :, row], *pair, 0.4, True, options)) for pair in pairs)
+        plans = (
+            Plan.from_call(HostCall(query[:, :, row], *pair, 0.4, True, options)) for pair in pairs
+        )
         assert_same(*(layer(plan).run()[0] for plan in plans))
     assert held_of(cache) <= 20
 

@@ -92,14 +92,14 @@ RULES = [
 @pytest.fixture
 def runs(monkeypatch):
     """Whether the kernel ran, call by call."""
-    found, attend = [], compiled.attend
+    found, attend = [], compiled.attend_by_kernel
 
     def watched(*arguments, **keywords):
         out = attend(*arguments, **keywords)
         found.append(out is not None)
         return out
 
-    monkeypatch.setattr(compiled, "attend", watched)
+    monkeypatch.setattr(compiled, "attend_by_kernel", watched)
     return found
 
 

@@ -28,7 +28,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of two rows, so that small inputs take many."""
-    monkeypatch.setattr(operator, "rows_of", lambda queries, *_: min(2, queries))
+    monkeypatch.setattr(operator, "count_tile_rows", lambda queries, *_: min(2, queries))
 
 
 def matrices(heads: int, dtype=torch.float64, seed=50):
@@ -179,7 +179,7 @@ def test_a_positional_bias_is_mixed_with_the_score(backend, small_tiles):
     numbers = {"mu": 0.5, "tau": (0.1, 0.3, 1.0, 2.0)}
     q, k, v = qkv(heads=4, lq=7)
     plan = HypeLayer(ha.HypeConfig(**numbers), host).double()(
-        Plan.of(HostCall(q, k, v, 0.6, True, Options()))
+        Plan.from_call(HostCall(q, k, v, 0.6, True, Options()))
     )
     before, after = matrices(4)
     out, _ = talking_heads(
@@ -283,7 +283,7 @@ def test_backward_drops_what_forward_dropped(small_tiles):
 @pytest.mark.parametrize("length", [64, 1024, 8192, 2**17])
 def test_tiles_are_bounded_and_cover_every_row(length):
     """Memory is a block of rows, times keys, times heads: a few rows at least, a bounded number of logits at most."""
-    rows = operator.rows_of(length, 12 * length)
+    rows = operator.count_tile_rows(length, 12 * length)
     assert 1 <= rows <= length
     assert rows * 12 * length <= operator.MOST_ELEMENTS or rows == 1
     assert (

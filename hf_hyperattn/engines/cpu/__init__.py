@@ -1,6 +1,7 @@
-"""Attention in C++ tiles on the CPU, float32 and bfloat16, forward and backward (see kernels.py and core.cpp).
+"""The CPU engine: attention in C++ tiles, with gradients.
 
-What this engine cannot compute goes to the blockwise engine.
+Here you learn which calls it computes, and how; the blockwise engine computes the others. The
+kernels are called in kernels.py and written in core.cpp.
 """
 
 from __future__ import annotations
@@ -33,32 +34,48 @@ __all__ = [
 
 logger = logging.getLogger("hf_hyperattn")
 
-#: Up to this many queries against more keys are few: a step of decoding.
+#: Largest number of queries of a decoding step, if there are more keys than queries.
 FEW = 4
 
 
 def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
-    """softmax(S)·V; arguments as in `reference.attend`, weights are not returned."""
+    """Compute softmax(S)·V.
+
+    Args:
+        score, value, options: As in `reference.attend`.
+
+    Returns:
+        The output, float32 [B, H, N, dv], and None: attention weights are not returned.
+    """
     return resolve(score, value, options)(score, value, options)
 
 
 def resolve(score: PairScore, value: Tensor, options: Options) -> Callable:
-    """What computes calls of this kind: decoding, the operator, or the blocks, of which a line in the log says why."""
+    """Return the function that computes calls of this kind.
+
+    It is the decoding kernel, the operator, or the blockwise engine. The last one is logged with
+    the reason.
+    """
     layout = decodes(score, value, options)
     if layout is not None:
         return partial(kernels.decode, layout)
     reason = unsupported_reason(score, value, options)
     if reason is None:
         return partial(serialize.call_operator, kernels.forward, score.score_key, True)
-    if not torch.compiler.is_compiling():  # which a line in the log would end the graph of
+    # A log line would end the graph of a compiled call.
+    if not torch.compiler.is_compiling():
         log_once(reason)
     return blockwise.attend
 
 
 def decodes(score: PairScore, value: Tensor, options: Options) -> kernels.DecodeLayout | None:
-    """How a few queries are computed in one reading of the keys; None where there are more, or something learns."""
+    """Return how the decoding kernel computes a call; None if it cannot.
+
+    It cannot if there are more than a few queries, or if the call needs gradients.
+    """
     query, key = score.raw_query, score.raw_key
-    if is_recorded():  # first: no guard on lengths, which an exported call would be bound by
+    # First, before any question about lengths: its answer would become a guard of a recorded call.
+    if is_recorded():
         return None
     few = query.shape[2] <= FEW and query.shape[2] < key.shape[2]
     plain = query.dtype in serialize.RAW_DTYPES and query.dtype == key.dtype == value.dtype
@@ -70,19 +87,18 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> kernels.Decode
     ):
         return None
     readable = score.is_product or any(t.reader is not None for t in score.terms)
-    watched = (
-        _get_current_dispatch_mode() or is_transformed()
-    )  # who counts operators sees none here
-    return kernels.decode_layout(score, options) if readable and not watched else None
+    # The kernel is called without an operator, which FLOP counters and other modes would miss.
+    watched = _get_current_dispatch_mode() or is_transformed()
+    return kernels.plan_decoding(score, options) if readable and not watched else None
 
 
 def supports(score: PairScore, value: Tensor, options: Options) -> bool:
-    """Whether `auto` may take this engine."""
+    """Return whether `backend="auto"` may take this engine."""
     return unsupported_reason(score, value, options) is None
 
 
 def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str | None:
-    """Why the call cannot be computed here; None if it can."""
+    """Return why the engine cannot compute a call; None if it can."""
     if score.device.type != "cpu" or value.device.type != "cpu":
         return "its tensors are not on the CPU"
     if score.dtype != torch.float32 or value.dtype == torch.float64:
@@ -92,14 +108,15 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
     ):
         return "its mask or bias wants a gradient"
     key = score.score_key
-    if library.ready(key, options.softcap is not None):
+    if library.can_load(key, options.softcap is not None):
         return None
-    return library.refusal(key) or f"{key} is not compiled"
+    return library.find_refusal(key) or f"{key} is not compiled"
 
 
 @functools.cache
 def log_once(reason: str) -> None:
-    """One line in the log for each reason; what could not be built has had its line there."""
+    """Log one line per reason."""
+    # `native` has already logged why a library could not be built.
     if "is not compiled" not in reason or not native.is_enabled():
         logger.warning(
             "hf_hyperattn: backend='cpu' cannot compute a call: %s; blockwise is used", reason

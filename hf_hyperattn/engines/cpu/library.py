@@ -1,7 +1,7 @@
-"""The engine's libraries: the core, and one for each score, from the wheel or built when first met (see native.py).
+"""Load the compiled libraries of the CPU engine: the core, and one per score.
 
-A score's library is C++ that is written from its key: the functors of its terms (emit_cpp.py). They share nothing with
-the core but `struct Tile` (tile.h), so that a score builds in a second or two.
+Here you learn how a score's library is found: in the wheel, or by compiling C++ that is written
+from its terms.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 from .. import native
 from ..emit_cpp import emit_functor, emit_reader
 from ..score import READERS, parse_score_key
+
+# A score's source holds only the functors of its terms (emit_cpp.py). It shares nothing with the
+# core but `struct Tile` (tile.h), so it compiles in a second or two.
 
 HERE = Path(__file__).parent
 SCORE = HERE / "score.h"
@@ -50,7 +53,7 @@ CORE = [
     )
 ]
 
-#: The readers that an `Aggregation` has under its name.
+#: The two readers that belong to an `Aggregation`, by what follows its name.
 PARTS = ("lift", "land")
 
 TEXT = """// {score_key}
@@ -65,94 +68,123 @@ extern "C" const hyper::ScoreTable* hyper_score(int reader) {{ return tables[rea
 
 
 class Loaded(NamedTuple):
-    """A score's library, the address of its ScoreTable, and the engine that runs it."""
+    """A loaded score.
+
+    Args:
+        library: The score's library.
+        table: Address of its `ScoreTable`.
+        core: The engine that runs it.
+    """
 
     library: ctypes.CDLL
     table: int
     core: ctypes.CDLL
 
 
-#: What is loaded, by score key, whether there is a softcap, and reader.
+#: Loaded scores, by score key, whether there is a softcap, and reader.
 TABLES: dict[tuple[str, bool, str], Loaded] = {}
 
-
-#: The engine, by what the environment says of compiled kernels.
+#: The engine or None, by the value of the environment variable HF_HYPERATTN_NATIVE.
 CORES: dict[str | None, Any] = {}
 
 
 def core() -> Any:
-    """The engine itself (a `ctypes.CDLL`), or None where it cannot be built or compiled kernels are turned off."""
+    """Return the engine, a `ctypes.CDLL`.
+
+    Returns None if it cannot be built, or if compiled kernels are turned off.
+    """
     setting = os.environ.get(native.SETTING)
     if setting not in CORES:
-        engine = CORES[setting] = (
-            native.load_library("cpu_core", *CORE, *SHARED) if native.is_enabled() else None
-        )
+        engine = native.load_library("cpu_core", *CORE, *SHARED) if native.is_enabled() else None
         if engine is not None:
-            engine.hyper_padded.restype = engine.hyper_tile_keys.restype = ctypes.c_int64
+            # ctypes takes results for 32-bit integers otherwise.
+            engine.hyper_padded.restype = ctypes.c_int64
+            engine.hyper_tile_keys.restype = ctypes.c_int64
+        CORES[setting] = engine
     return CORES[setting]
 
 
 def bfloat16_products() -> str | None:
-    """How bfloat16 numbers are multiplied here: "as float32", "by avx512_bf16" or "by AMX"; None without the engine."""
+    """Return how bfloat16 numbers are multiplied on this machine.
+
+    Returns:
+        "as float32", "by avx512_bf16" or "by AMX"; None without the engine.
+    """
     engine = core()
-    return engine and ("as float32", "by avx512_bf16", "by AMX")[engine.hyper_bfloat16()]
+    if engine is None:
+        return None
+    return ("as float32", "by avx512_bf16", "by AMX")[engine.hyper_bfloat16()]
 
 
 @torch.compiler.assume_constant_result
 def core_is_ready() -> bool:
-    """Whether the engine is there, or can be built now. A constant while a call is traced."""
+    """Return whether the engine is loaded or can be built now.
+
+    Traced calls treat the answer as a constant.
+    """
     return core() is not None
 
 
 def longs(values: Sequence[int]) -> Any:
-    """Return an array of int64 for a kernel to read. Calls may share it: do not write to it."""
-    return _longs(tuple(values))
+    """Return an int64 array for a kernel to read.
+
+    Calls share it: do not write to it.
+    """
+    return _make_longs(tuple(values))
 
 
 @lru_cache(maxsize=512)
-def _longs(values: tuple[int, ...]) -> Any:
+def _make_longs(values: tuple[int, ...]) -> Any:
+    # At least one element, so that every array has an address.
     return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
 def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
-    """A score's library; None where the engine or the score cannot be built.
+    """Return a score's library; None if the engine or the score cannot be built.
 
     Args:
         score_key: `PairScore.score_key`.
-        capped: whether there is a softcap.
-        reader: for decoding, the index of the term that reads its statistics from keys, and its reader's name; then,
-            after " > ", the name of the `Aggregation` of values, where there is one.
+        capped: Whether there is a softcap.
+        reader: For decoding, the index of the term whose statistics are read from the vectors, and
+            its reader's name. With an `Aggregation` of values, " > " and its name follow.
     """
     kind = score_key, capped, reader
     if kind in TABLES and native.is_enabled():
         return TABLES[kind]
+    # The wheel's library holds the engine and many scores; a score is a function and its argument.
     carried = native.load_prebuilt()
-    name, at = carried.scores.get(prebuilt_name(*kind), ("", 0)) if carried is not None else ("", 0)
-    engine = core() if name or refusal(score_key) is None else None
+    function, argument = "", 0
+    if carried is not None:
+        function, argument = carried.scores.get(prebuilt_name(*kind), ("", 0))
+    engine = core() if function or find_refusal(score_key) is None else None
     if engine is None:
         return None
     library = engine
-    if not name or carried is None or carried.library is not engine:
-        text = text_of(score_key, capped, reader)
-        library, name, at = native.load_library("cpu_score", text, SCORE, *SHARED), "hyper_score", 0
+    # If the engine was built here, the wheel's scores may not fit it: they are built here as well.
+    if not function or carried is None or carried.library is not engine:
+        library = native.load_library(
+            "cpu_score", write_source(score_key, capped, reader), SCORE, *SHARED
+        )
+        function, argument = "hyper_score", 0
         if library is None:
             return None
-    table = library[name]
+    table = library[function]
     table.restype = ctypes.c_void_p
-    TABLES[kind] = Loaded(library, table(at), engine)
+    TABLES[kind] = Loaded(library=library, table=table(argument), core=engine)
     return TABLES[kind]
 
 
 def prebuilt_name(score_key: str, capped: bool, reader: str) -> str:
-    """What a score is called in the manifest of a wheel."""
+    """Return the name of a score in the manifest of a wheel."""
     return f"{score_key}|{capped:d}|{reader}"
 
 
-def require(score_key: str, capped: bool) -> Loaded:
-    """A score's library.
+def require_score(score_key: str, capped: bool) -> Loaded:
+    """Return a score's library.
 
     Raises:
-        RuntimeError: it is not there, as in a program that was exported on another machine.
+        RuntimeError: The library cannot be loaded or built. That happens in a program exported on
+            another machine.
     """
     loaded = load(score_key, capped)
     if loaded is None:
@@ -163,45 +195,68 @@ def require(score_key: str, capped: bool) -> Loaded:
 
 
 @torch.compiler.assume_constant_result
-def refusal(score_key: str) -> str | None:
-    """Why a term of a score has no C++ functor; None where all have one. A constant while a call is traced."""
+def find_refusal(score_key: str) -> str | None:
+    """Return why a term of a score has no C++ functor; None if all terms have one.
+
+    Traced calls treat the answer as a constant.
+    """
     return next(
         (why for term, *_ in parse_score_key(score_key) if (why := emit_functor(term)[1])), None
     )
 
 
 @torch.compiler.assume_constant_result
-def ready(score_key: str, capped: bool) -> bool:
-    """Whether a score's library is there, or can be built now. A constant while a call is traced."""
+def can_load(score_key: str, capped: bool) -> bool:
+    """Return whether a score's library is loaded or can be built now.
+
+    Traced calls treat the answer as a constant.
+    """
     return load(score_key, capped) is not None
 
 
-def text_of(score_key: str, capped: bool, *readers: str) -> str:
-    """The C++ source of a score's library, whose `hyper_score(i)` gives the table for reader i of these; "" is none."""
+def write_source(score_key: str, capped: bool, *readers: str) -> str:
+    """Return the C++ source of a score's library.
+
+    Args:
+        score_key: `PairScore.score_key`.
+        capped: Whether there is a softcap.
+        readers: Readers as in `load`; "" is none. `hyper_score(i)` of the library returns the table
+            for reader i.
+    """
     boolean = lambda value: str(bool(value)).lower()
-    pieces, tables, functors = [], [], ""
+    pieces, functors = [], []
     for i, (term, gated, caps) in enumerate(parse_score_key(score_key)):
-        functors += emit_functor(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
+        # Two terms of one kind have functors of the same name, so each gets the number of its term.
+        functors.append(emit_functor(term)[0].replace("struct Emitted ", f"struct Emitted{i} "))
         pieces.append(
             f"hyper::Piece<hyper::Emitted{i}, {boolean(gated)}, {boolean(caps and capped)}>"
         )
+    tables = []
     for i, reader in enumerate(readers or ("",)):
-        index, _, names = reader.partition(" ")
-        name, _, average = names.partition(" > ")
-        structs = {f"Reader{i}": name} | {
-            f"{part.title()}{i}": f"{average} {part}" for part in PARTS if average
-        }
-        functors += "".join(
-            emit_reader(READERS[of], struct) for struct, of in structs.items() if reader
-        )
-        read = f"hyper::ReadBy<{index}, hyper::Reader{i}>"
-        if average:
-            read = f"hyper::Averaging<{read}, hyper::Lift{i}, hyper::Land{i}>"
-        tables.append(f"&hyper::Passes<Score{', ' + read if reader else ''}>::table")
+        text, table = _write_reader(i, reader)
+        functors.append(text)
+        tables.append(table)
     return TEXT.format(
         score_key=score_key,
-        header=SCORE.relative_to(native.PACKAGE).as_posix(),  # the same wherever the package is
-        functors=functors,
+        # Relative to the package: the source, which names the library, is the same everywhere.
+        header=SCORE.relative_to(native.PACKAGE).as_posix(),
+        functors="".join(functors),
         pieces=", ".join(pieces),
         tables=", ".join(tables),
     )
+
+
+def _write_reader(number: int, reader: str) -> tuple[str, str]:
+    """Return the functors of a reader, and the C++ address of their table."""
+    if not reader:
+        return "", "&hyper::Passes<Score>::table"
+    index, _, names = reader.partition(" ")
+    name, _, average = names.partition(" > ")
+    structs = {f"Reader{number}": name}
+    if average:
+        structs |= {f"{part.title()}{number}": f"{average} {part}" for part in PARTS}
+    functors = "".join(emit_reader(READERS[of], struct) for struct, of in structs.items())
+    read = f"hyper::ReadBy<{index}, hyper::Reader{number}>"
+    if average:
+        read = f"hyper::Averaging<{read}, hyper::Lift{number}, hyper::Land{number}>"
+    return functors, f"&hyper::Passes<Score, {read}>::table"

@@ -1,10 +1,17 @@
 """The GPU engine: Triton kernels with their own backward pass.
 
-    operator.py    the operators of torch and their gradients
-    launch.py      from tensors to launched kernels; configs.py: tile sizes
-    forward.py, backward.py, tile.py   the kernels; arithmetic.py: functions of one number; norms.py: those of rows
+Here you learn which calls the engine can compute. Importing this package does not import Triton.
 
-A score's functions are written from its terms (engines/emit_triton.py). Importing the package does not import Triton.
+    operator.py      custom operators of torch and their gradients
+    launch.py        from tensors to launched kernels
+    configs.py       tile sizes
+    forward.py       the forward kernel
+    backward.py      the backward kernels
+    tile.py          one tile of logits, for all kernels
+    arithmetic.py    functions of one number
+    norms.py         norms of rows
+
+engines/emit_triton.py writes the functions of a score from its terms.
 """
 
 from __future__ import annotations
@@ -27,49 +34,60 @@ __all__ = ["attend", "supports", "unsupported_reason"]
 
 logger = logging.getLogger("hf_hyperattn")
 
+#: Dtypes that the kernels read.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Largest number of components of a vector: configs.py has no tiles for wider ones.
 WIDEST = 256
 
 
 def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
-    """softmax(S)·V of a call that `unsupported_reason` has nothing against; arguments as in `reference.attend`.
+    """Compute softmax(S)·V of a supported call.
 
-    Products are of half precision where the caller's tensors are, all else is float32. Gradients are the same from run
-    to run.
+    Tensors in half precision are multiplied in half precision; everything else is computed in
+    float32. Gradients do not change from run to run.
+
+    Args:
+        score, value, options: As in `reference.attend`. `unsupported_reason` must be None.
+
+    Returns:
+        The output, float32 [B, H, N, dv], and None: attention weights are not returned.
     """
     return serialize.call_operator(
-        operator.forward, score.score_key, True, score, value, options, convert=mixed_dtypes
+        operator.forward, score.score_key, True, score, value, options, convert=convert_dtypes
     )
 
 
-def mixed_dtypes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Vectors as the kernels take them: queries and keys of one dtype, values of any."""
+def convert_dtypes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert vectors to dtypes that the kernels read.
+
+    Queries and keys must share a dtype; values may have another.
+    """
     if query.dtype != key.dtype or query.dtype not in DTYPES:
         query, key = query.float(), key.float()
     return query, key, value if value.dtype in DTYPES else value.float()
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on any device."""
+def is_interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter, which accepts any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
-def installed() -> bool:
-    """Whether there is a Triton to import."""
+def is_installed() -> bool:
+    """Return whether Triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
-def too_old(index: int | None) -> bool:
-    """Whether a GPU is one that Triton has no bfloat16 products for."""
+def is_too_old(index: int | None) -> bool:
+    """Return whether Triton has no bfloat16 products for a GPU."""
     return torch.cuda.get_device_capability(index) < (8, 0)
 
 
 def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str | None:
-    """Why the call cannot be computed here; None if it can."""
+    """Return why the engine cannot compute a call; None if it can."""
     device = value.device
-    reason = obstacle(score.score_key, options.softcap is not None, device.type, device.index)
+    reason = find_obstacle(score.score_key, options.softcap is not None, device.type, device.index)
     if reason is not None:
         return reason
     if torch.float64 in (score.dtype, value.dtype):
@@ -83,37 +101,46 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
 
 
 @torch.compiler.assume_constant_result
-def obstacle(score_key: str, capped: bool, device: str, index: int | None) -> str | None:
-    """What is in the way of this score on this device; None if nothing is. Does not change while a program runs."""
-    return obstacle_of_device(device, index) or trace_score(score_key, capped)[1]
+def find_obstacle(score_key: str, capped: bool, device: str, index: int | None) -> str | None:
+    """Return why the kernels cannot compute a score on a device; None if they can.
+
+    The answer does not change while a program runs, so traced calls treat it as a constant.
+    """
+    return find_device_obstacle(device, index) or trace_score(score_key, capped)[1]
 
 
 @torch.compiler.assume_constant_result
-def obstacle_of_device(device: str, index: int | None) -> str | None:
-    """What is in the way of all kernels on this device; None if nothing is."""
-    if not installed():
+def find_device_obstacle(device: str, index: int | None) -> str | None:
+    """Return why no kernel can run on a device; None if they can."""
+    if not is_installed():
         return "Triton is not installed"
-    if not interpreted():
+    if not is_interpreted():
+        # ROCm builds also call their device "cuda", but the kernels were never run on one.
         if device != "cuda" or torch.version.hip is not None:
             return f"its kernels need tensors on a CUDA device, these are on {device}"
-        if too_old(index):
+        if is_too_old(index):
             return "the GPU's compute capability is below 8.0"
     return None
 
 
 @functools.cache
 def log_once(reason: str) -> None:
-    """One line in the log for each reason."""
+    """Log one line per reason."""
     logger.warning(
         "hf_hyperattn: the Triton kernels cannot compute a call (%s); another engine does", reason
     )
 
 
 def supports(score: PairScore, value: Tensor, options: Options) -> bool:
-    """Whether `auto` takes this engine: it can, and on a GPU. One line in the log says why it cannot there."""
+    """Return whether `backend="auto"` may take this engine.
+
+    If the tensors are on a GPU and the engine cannot compute the call, one log line says why.
+    """
+    # Only on a GPU: on a CPU the interpreter is far slower than the other engines.
     if value.device.type != "cuda":
         return False
     reason = unsupported_reason(score, value, options)
+    # A log line would end the graph of a compiled call.
     if reason is not None and not torch.compiler.is_compiling():
         log_once(reason)
     return reason is None

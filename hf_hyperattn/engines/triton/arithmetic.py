@@ -1,5 +1,7 @@
-"""Functions of one number that Triton's language lacks, or has with fewer digits than a score needs: what written
-scores call (engines/emit_triton.py). Relative errors are of some units in the last place of float32.
+"""Functions of one number that Triton lacks or computes with too few digits.
+
+Here you learn how they keep a relative error of a few units in the last place of float32. The
+scores that engines/emit_triton.py writes call them by name.
 """
 
 from __future__ import annotations
@@ -11,41 +13,49 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
+#: Triton's interpreter has no machine instructions, and multiplies the bit patterns of bfloat16.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LN2_SHORT = tl.constexpr(0.693359375)  # times a number of up to 15 bits it is exact in float32
+# log 2 in two parts (Cody and Waite). The first is short: its product with up to 15 bits is exact.
+LN2_SHORT = tl.constexpr(0.693359375)
 LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 
 
 @triton.jit
 def larger(a, b):
-    """As torch's maximum: NaN where either is."""
+    """Return the maximum; NaN if either number is NaN, as in torch."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def smaller(a, b):
-    """As torch's minimum."""
+    """Return the minimum; NaN if either number is NaN, as in torch."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def exp(x):
-    """e^x; a plain product x · log2(e) would lose the digits that its integer part takes."""
+    """Return e^x."""
+    # Beyond 150 the result is 0 or infinity in float32 anyway. The bounds keep n small enough for
+    # exact products.
     x = tl.minimum(
         tl.maximum(x, -150.0, propagate_nan=tl.PropagateNan.ALL),
         150.0,
         propagate_nan=tl.PropagateNan.ALL,
     )
+    # x = n log 2 + rest. In a plain 2^(x log2 e), the integer part n takes digits from the rest.
     n = tl.floor(x * LOG2E + 0.5)
     rest = (x - n * LN2_SHORT) - n * LN2_REST
-    half = tl.floor(n * 0.5)  # in two steps: 2^n alone leaves the range before e^x does
+    # 2^n in two factors: by itself it overflows or underflows earlier than e^x does.
+    half = tl.floor(n * 0.5)
     return tl.exp2(rest * LOG2E) * tl.exp2(half) * tl.exp2(n - half)
 
 
 @triton.jit
 def tanh(x):
-    """Near 0 by its series, whose digits the quotient would lose."""
+    """Return tanh(x)."""
+    # Near 0 the quotient is 1 minus nearly 1, which loses digits. There the series is used.
     y = x * x
     series = x * (1 - y * (0.3333333333 - y * (0.1333333333 - y * 0.0539682540)))
     far = 1 - 2 / (tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2 * LOG2E)) + 1)
@@ -54,21 +64,16 @@ def tanh(x):
 
 @triton.jit
 def expm1(x):
-    """e^x - 1"""
+    """Return e^x - 1."""
+    # e^x - 1 = 2 t / (1 - t) with t = tanh(x / 2): near 0 it keeps the digits that e^x - 1 loses.
     half = tanh(0.5 * x)
     return tl.where(tl.abs(x) < 1, 2 * half / (1 - half), exp(x) - 1)
 
 
-#: Whether kernels run in Triton's interpreter, which has no machine instructions.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
 @triton.jit
 def log(x):
-    """log(x), within 2^-22 of it or of its size, whichever is larger.
-
-    NVIDIA's instruction takes the place of `tl.log`, which is a function of some 20 instructions.
-    """
+    """Return log(x), with an error of 2^-22 of the result or of 1, whichever is larger."""
+    # `tl.log` and `tl.log2` are functions of some 20 instructions on NVIDIA's chips; this is one.
     if INTERPRETED:
         return tl.log(x)
     elif is_cuda():
@@ -81,14 +86,18 @@ def log(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x), within 2^-22 of it or of its size, whichever is larger."""
+    """Return log(1 + x), with an error of 2^-22 of the result or of 1, whichever is larger.
+
+    Logits need no more: softmax only sees their differences.
+    """
     return log(1 + x)
 
 
 @triton.jit
 def sinh(x):
-    """On |x| <= 1 an odd polynomial, minimax, within 9e-8."""
+    """Return sinh(x)."""
     y = x * x
+    # For |x| <= 1, where e^x - e^-x would lose digits: an odd minimax polynomial, error below 9e-8.
     near = x * (1 + y * (0.166666753966 + y * (0.00833176273368 + y * 0.00020258884903)))
     e = exp(tl.abs(x))
     far = 0.5 * (e - 1 / e)
@@ -97,26 +106,33 @@ def sinh(x):
 
 @triton.jit
 def cosh(x):
-    """(e^x + e^-x) / 2"""
+    """Return cosh(x)."""
     e = exp(tl.abs(x))
     return 0.5 * e + 0.5 / e
 
 
 @triton.jit
 def cosh_of_sinh(x):
-    """cosh a of x = sinh a."""
+    """Return cosh(a) for x = sinh(a), which is sqrt(1 + x²)."""
+    # Beyond 1e9 the 1 is below the last place, and x² might overflow.
     size = tl.minimum(tl.abs(x), 1e9)
     return tl.where(tl.abs(x) > 1e9, tl.abs(x), tl.sqrt(1 + size * size))
 
 
-def compiled(owner: str, name: str, text: str) -> Callable:
-    """The `@triton.jit` function of this name whose text is given, which may call those above.
+def compile_function(owner: str, name: str, text: str) -> Callable:
+    """Return a `@triton.jit` function from its source text.
 
-    Triton parses the source of its functions. It is kept where Python looks for the source of what was not read from a
-    file, so that nothing that lies on a disk is ever run. `owner` says whose function it is.
+    Args:
+        owner: Whose function it is, for error messages.
+        name: Name of the function.
+        text: Its source, which may call the functions above.
     """
-    file, text = f"<hf_hyperattn {name} of {owner}>", f"@triton.jit\n{text}"
+    # Triton reads the source of its functions through `linecache`. The text is put there directly:
+    # nothing is written to a disk, where another process could change it before it runs.
+    file = f"<hf_hyperattn {name} of {owner}>"
+    text = f"@triton.jit\n{text}"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     space = dict(globals())
-    exec(compile(text, file, "exec"), space)  # noqa: S102  text of ours, of names and numbers from a graph
+    # Safe: we wrote the text, from the names and numbers of a graph.
+    exec(compile(text, file, "exec"), space)  # noqa: S102
     return space[name]

@@ -1,14 +1,10 @@
-"""The backward kernels: one for queries, one for keys and values. Each computes its tiles again from q, k and the
-log-sum-exp and adds them up by itself, in a fixed order and without atomic operations, so that gradients are the same
-from run to run.
+"""The backward kernels, one for queries and one for keys and values.
 
-In a row the gradients of the logits add up to 0, but for rounding. Where the slopes of the logits by a parameter or a
-row's statistic are large and nearly the same along a row, that residue times their size is all that one would see. So
-the residue times the row's mean slope is taken off, as if the mean had been taken off all slopes, which changes nothing
-else; and the second kernel, for the statistics of keys, has it taken off the gradients of the logits.
+Here you learn how both compute the weights again from q, k and the log-sum-exp, and how they sum
+gradients.
 """
 
-# What follows is Triton's language: its growing tuples have no Python types.
+# These functions are in Triton's language. Python's types do not cover its growing tuples.
 # pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -17,24 +13,46 @@ import triton
 import triton.language as tl
 
 from .arithmetic import LOG2E
-from .forward import LENGTHS, reach, rows_of
+from .forward import LENGTHS, find_keys_in_reach, locate_rows
 from .tile import (
-    head_of,
-    kept,
-    less,
+    add_tiles,
+    can_skip_program,
+    compute_logits,
+    compute_weights,
+    draw_dropout,
     load_parameters,
     load_records,
     load_statistics,
     load_vectors,
-    logits,
-    multiplied,
-    nothing_to_do,
-    product,
-    sums,
-    tell,
-    weights,
-    zeros,
+    locate_head,
+    make_sums,
+    multiply_by,
+    multiply_tiles,
+    store_doubt,
+    subtract_residue,
 )
+
+# Each program owns its gradients and sums them in a fixed order, without atomic operations. So
+# gradients do not change from run to run.
+#
+# The residue of a row: the gradients d_s of a row's logits sum to 0, except for rounding. The
+# gradient of a parameter, or of a statistic of the row, is the sum of d_s * slope. If slopes are
+# large and nearly equal along the row, that sum is mostly residue * slope, which is noise. So
+# residue * (mean slope of the row) is subtracted, as if the mean had been subtracted from all
+# slopes; without rounding this changes nothing. For the statistics of keys, the second kernel
+# subtracts the residue from d_s itself, through `delta`.
+#
+# Tiles of the query kernel (BM queries, BN keys; BD and BDV are D and DV padded):
+#   q [BM, BD], k [BD, BN], grad [BM, BDV], v [BDV, BN]     in the dtype of the caller's tensors
+#   s, p, d_p, d_s, d_dot   [BM, BN]    float32: logits (nats) and weights; gradients of weights,
+#                                       logits and products
+#   lse, delta              [BM, 1]     float32: log-sum-exp (bits with FUSED, else nats); sum of
+#                                       GRAD * OUT
+#   d_q                     [BM, BD]    float32, sum over keys
+# Tiles of the key kernel: keys lie along the first axis, since its products sum over queries:
+#   k [BN, BD], v [BN, BDV], q [BD, BM], grad [BDV, BM]     in the dtype of the caller's tensors
+#   s, p, d_p, d_dot        [BN, BM]    float32
+#   d_k [BN, BD], d_v [BN, BDV]         float32, sums over queries
 
 
 @triton.jit
@@ -56,20 +74,31 @@ def store_vectors(
     B: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The gradients of B vectors `x` from `start` on, of `lines`, whose line 0 is number `place`: D_X [.., D]; those of
-    their COUNT statistics and, with D_FACTORS, of what they are multiplied with: D_NUMBERS [.., COUNT + D_FACTORS].
+    """Store the gradients of B vectors, of their statistics and of their factors.
+
+    Args:
+        D_X: Written, [.., D]: gradients of vectors.
+        D_NUMBERS: Written, float32 [.., COUNT + D_FACTORS]: gradients of the statistics, then of
+            the factor.
+        d_x: Sums over the tiles, before the scale and the factor, [B, BD].
+        x: The vectors, [B, BD], 0 beyond W.
+        by_number: Gradients of the statistics, a tuple of COUNT tensors [B].
+        scale, factor: Factor of all products, and the factors of the vectors; each may be None.
+        start, lines: First vector, and number of vectors of the sequence.
+        place: Index of vector 0 of the sequence in D_X.
+        D_FACTORS: 1 if gradients of the factors are stored, else 0.
+        W, D: Components that the product uses, and components of a vector.
     """
     line, width = start + tl.arange(0, B), tl.arange(0, BD)[None, :]
-    there, place = line < lines, place + line
+    valid, place = line < lines, place + line
     for index in tl.static_range(COUNT):
-        tl.store(D_NUMBERS + place * (COUNT + D_FACTORS) + index, by_number[index], mask=there)
-    d_x = multiplied(d_x, scale, None, None)
+        tl.store(D_NUMBERS + place * (COUNT + D_FACTORS) + index, by_number[index], mask=valid)
+    d_x = multiply_by(d_x, scale, None, None)
     if D_FACTORS:
-        tl.store(
-            D_NUMBERS + place * (COUNT + 1) + COUNT, tl.sum(d_x * x, 1), mask=there
-        )  # x has zeros beyond W
-    d_x = tl.where(width < W, multiplied(d_x, factor, None, None), 0.0)
-    tl.store(D_X + place[:, None] * D + width, d_x, mask=there[:, None] & (width < D))
+        # The sum stops at W, because x is 0 beyond.
+        tl.store(D_NUMBERS + place * (COUNT + 1) + COUNT, tl.sum(d_x * x, 1), mask=valid)
+    d_x = tl.where(width < W, multiply_by(d_x, factor, None, None), 0.0)
+    tl.store(D_X + place[:, None] * D + width, d_x, mask=valid[:, None] & (width < D))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -130,57 +159,75 @@ def attention_backward_query(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """D_Q [B, H, N, D], D_ROW [B, H, N, D_ROWS + D_FACTORS], D_HEAD [D_HEADS, B, H, N] (by rows, to be summed);
-    float32, D_Q as Q. For the other kernel the last numbers of RECORD [B, H, N, ROWS + FACTORS + 2 or 3]: LSE, with
-    FUSED to base 2, the sums of GRAD · OUT with that residue, and without FUSED what weights are multiplied with. Other
-    arguments are as in the forward kernel.
+    """Compute the gradients of queries, their statistics and parameters of heads.
+
+    Args:
+        GRAD: (pointer, strides) of the gradient of OUT, [B, H, N, DV].
+        OUT, LSE: Results of the forward kernel.
+        RECORD: float32 [B, H, N, ROWS + FACTORS + 2 or 3]. Begins with the numbers of ROW. This
+            kernel appends, for the key kernel: the log-sum-exp (to base 2 with FUSED), the sum of
+            GRAD * OUT plus the residue, and without FUSED 1 over the sum of weights.
+        D_Q: Written, [B, H, N, D], in the dtype of Q.
+        D_ROW: Written, float32 [B, H, N, D_ROWS + D_FACTORS].
+        D_HEAD: Written, float32 [D_HEADS, B, H, N]: one number per row, which the caller sums.
+        SLOPES: The score's derivative, written by engines/emit_triton.py: the slopes of a logit by
+            the product, by the statistics of row and column, and by the parameters.
+        D_ROWS, D_HEADS, D_FACTORS: Number of gradients that are wanted; 0 if none.
+
+    The other arguments are as in `attention_forward`.
     """
-    if nothing_to_do(DOUBT, CAREFUL):
+    if can_skip_program(DOUBT, CAREFUL):
         return
-    b, kv, h, i, inside, first, last = rows_of(tl.program_id(0), n, heads, GROUP, False, BM)
+
+    # Load: the rows of this program, once.
+    b, kv, h, i, inside, first, last = locate_rows(tl.program_id(0), n, heads, GROUP, False, BM)
     bh = (b * heads + h).to(tl.int64)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
 
-    queries = head_of(Q, b, h)
+    queries = locate_head(Q, b, h)
     q = load_vectors(queries, i, width[None, :], n, W, W < BD, True)
     row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
-    grad = load_vectors(head_of(GRAD, b, h), i, width_v[None, :], n, DV, DV < BDV, True)
+    grad = load_vectors(locate_head(GRAD, b, h), i, width_v[None, :], n, DV, DV < BDV, True)
     out = load_vectors((OUT + bh * n * DV, DV), i, width_v[None, :], n, DV, DV < BDV, True)
     delta = tl.sum(grad.to(tl.float32) * out, 1)[:, None]
     lse = tl.load(LSE + bh * n + i) * (LOG2E if FUSED else 1.0)
+    # The key kernel reads what this kernel knows of a row.
     record = RECORD + (bh * n + i) * (ROWS + FACTORS + (2 if FUSED else 3)) + ROWS + FACTORS
     tl.store(record, lse, mask=inside)
     share = None if FUSED else tl.load(LSE + row_step.to(tl.int64) + bh * n + i)
     if share is not None:
         tl.store(record + 2, share, mask=inside)
     head = load_parameters(HEAD, h, heads, HEADS)
-    keys, values = head_of(K, b, kv), head_of(V, b, kv)
+    keys, values = locate_head(K, b, kv), locate_head(V, b, kv)
     column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m * (
         COLUMNS + FACTORS
     )
 
     d_q = tl.zeros([BM, BD], tl.float32)
-    d_rows, d_heads, means, row_means = (
-        zeros(BM, D_ROWS),
-        zeros(BM, D_HEADS),
-        zeros(BM, D_HEADS),
-        zeros(BM, D_ROWS),
-    )
+    d_rows, d_heads = make_sums(BM, D_ROWS), make_sums(BM, D_HEADS)
+    # The mean slopes of each row, by parameter and by statistic.
+    means, row_means = make_sums(BM, D_HEADS), make_sums(BM, D_ROWS)
     residue = tl.zeros([BM], tl.float32)
     closest = tl.full([BM], float("inf"), tl.float32)
-    low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
+    low, high, clean = find_keys_in_reach(
+        first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN
+    )
+    # Tiles in which every pair is visible need no mask, the others (EDGE) do.
     for EDGE in tl.static_range(2):
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
+            # Load: keys, values and statistics of keys.
             line = start + tl.arange(0, BN)[None, :]
             j = line if EDGE == 0 else tl.minimum(line, m - 1)
             k = load_vectors(keys, line, width[:, None], m, D, D < BD, EDGE == 0)
             v = load_vectors(values, line, width_v[:, None], m, DV, DV < BDV, EDGE == 0)
             column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             factor_k = column[COLUMNS] if FACTORS else None
-            dot = multiplied(product(q, k), scale, factor_k, factor_q)
-            s, square, margin = logits(
+
+            # Scores and mask.
+            dot = multiply_by(multiply_tiles(q, k), scale, factor_k, factor_q)
+            s, square, margin = compute_logits(
                 dot,
                 row,
                 column,
@@ -214,41 +261,44 @@ def attention_backward_query(
             )
             if INEXACT is not None:
                 closest = tl.minimum(closest, tl.min(margin, 1))
-            p = weights(s, lse, FUSED)
+
+            # Softmax: its sums are known from the forward pass. d_s = p (d_p - delta).
+            p = compute_weights(s, lse, FUSED)
             if share is not None:
                 p *= share
-            d_p = product(grad, v)
+            d_p = multiply_tiles(grad, v)
             if SEED is not None:
-                d_p *= kept(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
+                d_p *= draw_dropout(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
             d_s = p * (d_p - delta)
+
+            # Accumulate.
             by_dot, by_row, _, by_head = SLOPES(dot, square, row, column, head, softcap)
             if D_ROWS:
-                d_rows = sums(d_rows, by_row, d_s, D_ROWS)
-                row_means = sums(row_means, by_row, p, D_ROWS)
+                d_rows = add_tiles(d_rows, by_row, d_s, D_ROWS)
+                row_means = add_tiles(row_means, by_row, p, D_ROWS)
             if D_HEADS:
-                d_heads = sums(d_heads, by_head, d_s, D_HEADS)
-                means = sums(means, by_head, p, D_HEADS)
+                d_heads = add_tiles(d_heads, by_head, d_s, D_HEADS)
+                means = add_tiles(means, by_head, p, D_HEADS)
             residue += tl.sum(d_s, 1)
             if by_dot is not None:
-                d_dot = multiplied(d_s, by_dot, factor_k, None)
-                d_q += product(d_dot.to(k.dtype), tl.trans(k))
+                d_dot = multiply_by(d_s, by_dot, factor_k, None)
+                d_q += multiply_tiles(d_dot.to(k.dtype), tl.trans(k))
 
+    # Subtract the residue, and store.
     if DOUBT is not None:
         closest = closest[:, None] - BOUND(SLACK, row, head)
-    tell(DOUBT, closest, CAREFUL)
+    store_doubt(DOUBT, closest, CAREFUL)
     own = first + tl.arange(0, BM)
-    if SINKS is not None:  # a sink is a pair of its row, with a slope of 0
-        sink = weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
+    if SINKS is not None:
+        # A sink is a pair of its row with a value and slopes of 0: its d_s is -weight * delta.
+        sink = compute_weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
         if share is not None:
             sink *= share
         residue -= tl.sum(sink * delta, 1)
-    tl.store(
-        record + 1, delta + residue[:, None], mask=inside
-    )  # so that nothing is left for the other kernel
-    d_rows, d_heads = (
-        less(d_rows, row_means, residue, D_ROWS),
-        less(d_heads, means, residue, D_HEADS),
-    )
+    # With this delta, the key kernel's d_s of a row sum to 0 again.
+    tl.store(record + 1, delta + residue[:, None], mask=inside)
+    d_rows = subtract_residue(d_rows, row_means, residue, D_ROWS)
+    d_heads = subtract_residue(d_heads, means, residue, D_HEADS)
     for index in tl.static_range(D_HEADS):
         tl.store(
             D_HEAD + index * row_step.to(tl.int64) + bh * n + own, d_heads[index], mask=own < n
@@ -256,38 +306,45 @@ def attention_backward_query(
     store_vectors(
         D_Q,
         D_ROW,
-        d_q,
-        q,
-        d_rows,
-        scale,
-        factor_q,
-        first,
-        n,
-        bh * n,
-        D_ROWS,
-        D_FACTORS,
-        W,
-        D,
-        BM,
-        BD,
+        d_x=d_q,
+        x=q,
+        by_number=d_rows,
+        scale=scale,
+        factor=factor_q,
+        start=first,
+        lines=n,
+        place=bh * n,
+        COUNT=D_ROWS,
+        D_FACTORS=D_FACTORS,
+        W=W,
+        D=D,
+        B=BM,
+        BD=BD,
     )
 
 
 @triton.jit
-def queries_in_reach(
+def find_queries_in_reach(
     first, last, n, offset, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BM: tl.constexpr
 ):
-    """Of queries: the first and the end that can see some of the keys `first` to `last` by position, the first cut to
-    a multiple of BM; and the start, such a multiple, of those that see all of them.
+    """Return the range of queries that can see keys `first` to `last` by position.
+
+    Returns:
+        low: First query that sees at least one of the keys, rounded down to a multiple of BM.
+        high: End of these queries.
+        clean: Start of the tiles in which every query sees every key, a multiple of BM. They end at
+            `high`.
     """
     low, high, clean = 0, n, 0
     if CAUSAL:
+        # Query i sees key j if j <= i + offset. From the last key on, queries see the whole block.
         low = tl.maximum(first - offset, 0) // BM * BM
         clean = tl.cdiv(tl.maximum(last - offset, 0), BM) * BM
     if WINDOWED:
         if not CAUSAL:
             low = tl.maximum(first - window - offset + 1, 0) // BM * BM
         high = tl.maximum(tl.minimum(n, last + window - offset), 0)
+        # The window hides keys at both ends, so every tile is masked.
         clean = high
     return low, high, tl.minimum(tl.maximum(clean, low), tl.maximum(high, low))
 
@@ -345,12 +402,22 @@ def attention_backward_key(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """D_K [B, H, M, D], D_V [B, H, M, DV], D_COLUMN [B, H, M, D_COLUMNS + D_FACTORS]: for shared keys one for each
-    query head, to be summed. RECORD is what the other kernel left. Tiles lie with keys down and queries across, as the
-    products that follow need them.
+    """Compute the gradients of keys and values, and of the statistics of keys.
+
+    Args:
+        GRAD: (pointer, strides) of the gradient of the output, [B, H, N, DV].
+        RECORD: As `attention_backward_query` left it.
+        D_K, D_V, D_COLUMN: Written, [B, H, M, D], [B, H, M, DV] and float32 [B, H, M, D_COLUMNS +
+            D_FACTORS]. There is one gradient per query head; the caller sums over the heads that
+            share a key head.
+        D_COLUMNS, D_FACTORS: Number of gradients that are wanted; 0 if none.
+
+    The other arguments are as in `attention_forward` and `attention_backward_query`.
     """
-    if nothing_to_do(DOUBT, CAREFUL):
+    if can_skip_program(DOUBT, CAREFUL):
         return
+
+    # Load: the keys of this program, once.
     blocks = tl.cdiv(m, BN)
     block = tl.program_id(0) % blocks
     number = tl.program_id(0) // blocks
@@ -361,36 +428,41 @@ def attention_backward_key(
     inside, j = lines < m, tl.minimum(lines, m - 1)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     COLUMN, HEAD = NUMBERS[1], NUMBERS[2]
-    keys = head_of(K, b, kv)
+    keys = locate_head(K, b, kv)
     k = load_vectors(keys, j, width[None, :], m, W, W < BD, True)
-    v = load_vectors(head_of(V, b, kv), j, width_v[None, :], m, DV, DV < BDV, True)
+    v = load_vectors(locate_head(V, b, kv), j, width_v[None, :], m, DV, DV < BDV, True)
     head = load_parameters(HEAD, h, heads, HEADS)
     column_line = (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
     column = load_statistics(COLUMN, column_line + j, COLUMNS + FACTORS)
     factor_k = column[COLUMNS] if FACTORS else None
-    queries, grads = head_of(Q, b, h), head_of(GRAD, b, h)
+    queries, grads = locate_head(Q, b, h), locate_head(GRAD, b, h)
 
-    d_k, d_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
-    d_columns = zeros(BN, D_COLUMNS)
+    d_k = tl.zeros([BN, BD], tl.float32)
+    d_v = tl.zeros([BN, BDV], tl.float32)
+    d_columns = make_sums(BN, D_COLUMNS)
     closest = tl.full([BN], float("inf"), tl.float32)
     first, last = block * BN, tl.minimum(block * BN + BN, m) - 1
-    low, high, clean = queries_in_reach(first, last, n, offset, window, CAUSAL, WINDOWED, BM)
+    low, high, clean = find_queries_in_reach(first, last, n, offset, window, CAUSAL, WINDOWED, BM)
+    # As in the query kernel. Without causality and window, no tile has an edge: missing queries
+    # have weights of 0.
     for EDGE in tl.static_range(2):
         if EDGE == 0 or CAUSAL or WINDOWED:
             for start in range(clean if EDGE == 0 else low, high if EDGE == 0 else clean, BM):
+                # Load: queries, gradients and the records of rows.
                 line = start + tl.arange(0, BM)[None, :]
-                there, i = line < n, tl.minimum(line, n - 1)
+                valid, i = line < n, tl.minimum(line, n - 1)
                 q = load_vectors(queries, line, width[:, None], n, D, D < BD, False)
                 grad = load_vectors(grads, line, width_v[:, None], n, DV, DV < BDV, False)
                 records = RECORD + bh * n * (ROWS + FACTORS + (2 if FUSED else 3))
                 row = load_records(records, i, BM, ROWS + FACTORS + (2 if FUSED else 3), PACK)
                 factor_q = row[ROWS] if FACTORS else None
-                lse, delta = (
-                    tl.where(there, row[ROWS + FACTORS], float("inf")),
-                    row[ROWS + FACTORS + 1],
-                )
-                dot = multiplied(product(k, q), scale, factor_q, factor_k)
-                s, square, margin = logits(
+                # +inf gives queries beyond the end a weight of 0.
+                lse = tl.where(valid, row[ROWS + FACTORS], float("inf"))
+                delta = row[ROWS + FACTORS + 1]
+
+                # Scores and mask.
+                dot = multiply_by(multiply_tiles(k, q), scale, factor_q, factor_k)
+                s, square, margin = compute_logits(
                     dot,
                     row,
                     column,
@@ -406,7 +478,7 @@ def attention_backward_key(
                     h,
                     i,
                     j,
-                    inside & there,
+                    inside & valid,
                     offset,
                     window,
                     SCORE,
@@ -423,42 +495,64 @@ def attention_backward_key(
                     EDGE == 1,
                 )
                 if INEXACT is not None:
-                    # Queries lie across here, so their bounds are taken off pair by pair.
+                    # Queries lie along the second axis here, so each pair has another bound.
                     closest = tl.minimum(closest, tl.min(margin - BOUND(SLACK, row, head), 1))
-                p = weights(s, lse, FUSED)
+
+                # Softmax.
+                p = compute_weights(s, lse, FUSED)
                 if not FUSED:
                     p *= row[ROWS + FACTORS + 2]
-                d_p, dropped = product(v, grad), p
+                d_p, dropped = multiply_tiles(v, grad), p
+                # d_v needs the weights after dropout, d_s the weights before it.
                 if SEED is not None:
-                    factor = kept(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
+                    factor = draw_dropout(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
                     d_p, dropped = d_p * factor, p * factor
-                d_v += product(dropped.to(v.dtype), tl.trans(grad))
+
+                # Accumulate.
+                d_v += multiply_tiles(dropped.to(v.dtype), tl.trans(grad))
                 d_s = p * (d_p - delta)
                 by_dot, _, by_column, _ = SLOPES(dot, square, row, column, head, softcap)
-                d_columns = sums(d_columns, by_column, d_s, D_COLUMNS)
+                d_columns = add_tiles(d_columns, by_column, d_s, D_COLUMNS)
                 if by_dot is not None:
-                    d_dot = multiplied(d_s, by_dot, factor_q, None)
-                    d_k += product(d_dot.to(q.dtype), tl.trans(q))
+                    d_dot = multiply_by(d_s, by_dot, factor_q, None)
+                    d_k += multiply_tiles(d_dot.to(q.dtype), tl.trans(q))
 
-    tell(DOUBT, closest[:, None], CAREFUL)
+    # Store.
+    store_doubt(DOUBT, closest[:, None], CAREFUL)
     store_vectors(
         D_K,
         D_COLUMN,
-        d_k,
-        k,
-        d_columns,
-        scale,
-        factor_k,
-        block * BN,
-        m,
-        bh * m,
-        D_COLUMNS,
-        D_FACTORS,
-        W,
-        D,
-        BN,
-        BD,
+        d_x=d_k,
+        x=k,
+        by_number=d_columns,
+        scale=scale,
+        factor=factor_k,
+        start=block * BN,
+        lines=m,
+        place=bh * m,
+        COUNT=D_COLUMNS,
+        D_FACTORS=D_FACTORS,
+        W=W,
+        D=D,
+        B=BN,
+        BD=BD,
     )
+    # Values have no statistics, scale or factors.
     store_vectors(
-        D_V, D_COLUMN, d_v, v, (), None, None, block * BN, m, bh * m, 0, 0, DV, DV, BN, BDV
+        D_V,
+        D_COLUMN,
+        d_x=d_v,
+        x=v,
+        by_number=(),
+        scale=None,
+        factor=None,
+        start=block * BN,
+        lines=m,
+        place=bh * m,
+        COUNT=0,
+        D_FACTORS=0,
+        W=DV,
+        D=DV,
+        B=BN,
+        BD=BDV,
     )

@@ -1,11 +1,9 @@
-"""The forward kernel: online softmax over tiles of keys, and the sum of the parts where keys are split.
+"""The forward kernel: attention by an online softmax over tiles of keys.
 
-One program serves a block of query rows of one head. PACKED, for few queries against many keys (decoding), it serves
-all rows of all heads that share a key head, so that keys are read once, and PARTS programs share the keys; their
-partial results are added up in a fixed order by `combine`.
+Here you learn how programs share rows and keys, and how one program goes through its tiles.
 """
 
-# What follows is Triton's language: its growing tuples have no Python types.
+# These functions are in Triton's language. Python's types do not cover its growing tuples.
 # pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -15,76 +13,113 @@ import triton.language as tl
 
 from .arithmetic import LOG2E
 from .tile import (
-    head_of,
-    kept,
+    can_skip_program,
+    compute_logits,
+    compute_weights,
+    draw_dropout,
     load_parameters,
     load_records,
     load_statistics,
     load_vectors,
-    logits,
-    multiplied,
-    nothing_to_do,
-    product,
-    tell,
-    weights,
+    locate_head,
+    multiply_by,
+    multiply_tiles,
+    store_doubt,
 )
 
-#: Numbers that change from call to call, as lengths do in decoding: one compiled kernel serves them all.
+# How programs share the work:
+#   prefill       One program computes BM query rows of one head, and walks over all their keys.
+#   decoding      PACKED: few queries meet many keys. One program computes all rows of all query
+#                 heads that share a key head, so each key is read once. PARTS programs split the
+#                 keys, and `combine_parts` adds their results in a fixed order, so results do not
+#                 change from run to run.
+#
+# Tiles of a program (BM queries, BN keys; BD and BDV are D and DV rounded up to a power of two):
+#   q [BM, BD], k [BD, BN], v [BN, BDV]   in the dtype of the caller's tensors
+#   s, p          [BM, BN]                logits in nats and their weights, float32; see tile.py
+#   top, weight   [BM]                    largest logit so far (in bits with FUSED, else in nats),
+#                                         and sum of weights
+#   total         [BM, BDV]               sum of weights times values, float32
+
+#: Numbers that change from call to call, such as lengths in decoding. Not specialized: one compiled
+#: kernel serves all.
 LENGTHS = ["n", "m", "row_step", "offset", "window"]
 
 
 @triton.jit
-def reach(first, last, m, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BN: tl.constexpr):
-    """Of keys: the first and the end that queries `first` to `last` (counted among the keys) can see by position,
-    the first cut to a multiple of BN; and the end, such a multiple, of those that all of them see.
+def find_keys_in_reach(
+    first, last, m, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BN: tl.constexpr
+):
+    """Return the range of keys that some queries can see by position.
+
+    Args:
+        first, last: Positions of the first and the last query among the keys.
+        m: Number of keys.
+        window, CAUSAL, WINDOWED: As for `is_in_reach` of tile.py.
+        BN: Keys of a tile.
+
+    Returns:
+        low: First visible key, rounded down to a multiple of BN.
+        high: End of the visible keys.
+        clean: End of the tiles in which every query sees every key, a multiple of BN. They begin at
+            `low`.
     """
     low, high, clean = 0, m, m
     if CAUSAL:
+        # The last query sees most keys; the first one sees only keys that all queries see.
         high = tl.maximum(tl.minimum(m, last + 1), 0)
         clean = tl.maximum(tl.minimum(m, first + 1), 0)
     if WINDOWED:
         low = tl.maximum(first - window + 1, 0) // BN * BN
         high = tl.maximum(tl.minimum(high, last + window), 0)
+        # The window hides keys at both ends, so every tile is masked.
         clean = low
     return low, high, clean // BN * BN
 
 
 @triton.jit
-def rows_of(number, n, heads, GROUP: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr):
-    """What a program serves: its batch element, key head, heads and queries, which of these are there for the first
-    time, and the first and last query. PACKED, the heads and queries of a group lie down the tile, [BM, 1] each.
+def locate_rows(number, n, heads, GROUP: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr):
+    """Return the rows that a program computes.
+
+    Args:
+        number: Number of the program, without the parts.
+        n, heads: Queries of a sequence, and query heads.
+        GROUP: Query heads that share a key head.
+        PACKED: Whether the rows of a whole group of heads lie along the tile.
+        BM: Rows of the tile.
+
+    Returns:
+        b: Batch element.
+        kv: Key head.
+        h: Query head; PACKED, one for each row, [BM, 1].
+        i: Query of each row, [BM, 1].
+        inside: Bool [BM, 1]; False for rows beyond the end, which repeat another query.
+        first, last: First and last query of the program.
     """
     blocks = tl.cdiv(n * GROUP if PACKED else n, BM)
-    block = blocks - 1 - number % blocks  # causal rows with most keys to see come first
+    # Backwards: causal rows with the most keys start first, so no long program ends last.
+    block = blocks - 1 - number % blocks
     number = number // blocks
     line = block * BM + tl.arange(0, BM)[:, None]
     if PACKED:
         b, kv = number // (heads // GROUP), number % (heads // GROUP)
-        return (
-            b,
-            kv,
-            kv * GROUP + tl.minimum(line // n, GROUP - 1),
-            line % n,
-            line < n * GROUP,
-            0,
-            n - 1,
-        )
+        h = kv * GROUP + tl.minimum(line // n, GROUP - 1)
+        i = line % n
+        inside = line < n * GROUP
+        return b, kv, h, i, inside, 0, n - 1
     else:
         b, h = number // heads, number % heads
-        return (
-            b,
-            h // GROUP,
-            h,
-            tl.minimum(line, n - 1),
-            line < n,
-            block * BM,
-            tl.minimum(block * BM + BM, n) - 1,
-        )
+        kv = h // GROUP
+        i = tl.minimum(line, n - 1)
+        inside = line < n
+        first = block * BM
+        return b, kv, h, i, inside, first, tl.minimum(first + BM, n) - 1
 
 
 @triton.jit
-def part_of(low, high, clean, part, PARTS: tl.constexpr, BN: tl.constexpr):
-    """The share of one program in the keys that `reach` gives."""
+def take_part(low, high, clean, part, PARTS: tl.constexpr, BN: tl.constexpr):
+    """Return the range of keys of one part, given the range of all parts."""
+    # Parts are whole tiles, so that `clean` still lies between two tiles.
     share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), PARTS) * BN
     low = low + part * share
     high = tl.minimum(high, low + share)
@@ -93,30 +128,54 @@ def part_of(low, high, clean, part, PARTS: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def online_softmax(s, top, weight, base_2, FUSED: tl.constexpr):
-    """From the logits of a tile, the maximum so far [BM] and the sum of weights: these two with the tile, the tile's
-    weights, and what those that were summed before are multiplied with.
+    """Add a tile of logits to the running softmax of its rows.
+
+    Args:
+        s: Logits in nats, [BM, BN].
+        top: Largest logit so far, [BM].
+        weight: Sum of the weights so far, relative to `top`, [BM].
+        base_2: Factor from nats to the unit of `top`: LOG2E with FUSED, else 1.
+        FUSED: See `compute_weights`.
+
+    Returns:
+        The new `top`, the new `weight`, the weights of the tile [BM, BN], and the factor [BM] of
+        all earlier sums.
     """
     new = tl.maximum(top, tl.max(s, 1) * base_2)
+    # A row that sees nothing yet has a maximum of -inf, and -inf - -inf is NaN.
     base = tl.where(new == float("-inf"), 0.0, new)
-    p = weights(s, base[:, None], FUSED)
+    p = compute_weights(s, base[:, None], FUSED)
     shrink = tl.exp2((top - base) * (LOG2E / base_2))
     return new, weight * shrink + tl.sum(p, 1), p, shrink
 
 
 @triton.jit
-def store_sums(LSE, place, row_step, top, weight, there, WHOLE: tl.constexpr, FUSED: tl.constexpr):
-    """LSE [2, B, H, N] of rows, from the maximum and the sum of weights: with FUSED the log-sum-exp and nothing, else
-    the maximum and what weights are multiplied with. A log would be lost to rounding where all that a row sees is -1e9
-    or less, as additive masks have it. Without WHOLE, of parts, the maximum alone.
+def store_sums(LSE, place, row_step, top, weight, valid, WHOLE: tl.constexpr, FUSED: tl.constexpr):
+    """Store the sums of rows that the backward pass needs, in nats.
+
+    Args:
+        LSE: Pointer to [2, B, H, N]. With FUSED the first half gets the log-sum-exp, and the second
+            half stays as it is. Otherwise the halves get the largest logit and 1 over the sum of
+            the weights.
+        place: Index of each row in [B, H, N].
+        row_step: Size of a half, B * H * N.
+        top, weight: Largest logit and sum of the weights; see `online_softmax`.
+        valid: Bool, the rows that exist.
+        WHOLE: Whether the rows saw all their keys. For a part of the keys, only the largest logit
+            is stored.
+        FUSED: See `compute_weights`.
     """
     if WHOLE:
         if FUSED:
             top = top / LOG2E + tl.log(weight)
         else:
+            # Two numbers: where a row sees only logits of -1e9 or less, as additive masks have
+            # them, adding log(weight) to the maximum would round it away.
             share = tl.where(weight > 0, 1 / weight, 0.0)
-            tl.store(LSE + row_step.to(tl.int64) + place, share, mask=there)
+            tl.store(LSE + row_step.to(tl.int64) + place, share, mask=valid)
+        # +inf makes all weights of a row that sees nothing 0 in the backward pass.
         top = tl.where(weight > 0, top, float("inf"))
-    tl.store(LSE + place, top, mask=there)
+    tl.store(LSE + place, top, mask=valid)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -172,60 +231,92 @@ def attention_forward(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """OUT [B, H, N, DV] and LSE [2, B, H, N], float32: what `store_sums` says, rows that see nothing 0 and +inf.
+    """Compute the output of each row, and the sums that the backward pass needs.
 
-    With PARTS > 1 they are [PARTS, B, H, N, DV], not yet divided by SUM [PARTS, B, H, N], and LSE is the maximum.
-    Q, K and V are (pointer, strides). NUMBERS are ROW [B, H, N, ROWS + FACTORS] and COLUMN [B, column_heads, M,
-    COLUMNS + FACTORS], which end in what vectors are multiplied with, where FACTORS is 1, and HEAD [HEADS, H]. SHARED:
-    heads that share a key share its statistics. With FUSED, maxima are of logits to base 2. DOUBT, CAREFUL: see
-    `nothing_to_do`.
+    Args:
+        Q, K, V: (pointer, strides) of [B, H, N, D], [B, Hkv, M, D] and [B, Hkv, M, DV].
+        NUMBERS: Pointers to ROW [B, H, N, ROWS + FACTORS], COLUMN [B, column_heads, M, COLUMNS +
+            FACTORS] and HEAD [HEADS, H], float32: the statistics of queries and keys, and the
+            parameters of heads.
+        MASKS: (mask, bias), each (pointer or None, strides).
+        SINKS: Pointer to one logit per head that takes weight but has no value, [H], or None.
+        SEED: Pointer to the seed of dropout, or None.
+        DOUBT, CAREFUL: See `can_skip_program`.
+        OUT: Written, float32 [B, H, N, DV]; 0 for rows that see nothing. If PARTS > 1: [PARTS, B,
+            H, N, DV], not yet divided by the sum of weights.
+        LSE: Written, float32 [2, B, H, N]; see `store_sums`. If PARTS > 1: the largest logits,
+            [PARTS, B, H, N].
+        SUM: Written if PARTS > 1, float32 [PARTS, B, H, N]: sums of weights.
+        row_step: B * H * N.
+        scale: Factor of the dot products, or None.
+        offset, window, softcap, dropout: As in `Options`.
+        SCORE to P: As for `compute_logits`.
+        ROWS, COLUMNS, HEADS: Numbers of a row, of a column and of a head.
+        FACTORS: 1 if ROW and COLUMN end in a factor of the vector, else 0.
+        FUSED: See `compute_weights`.
+        W: Number of components of D that the dot product uses.
+        GROUP: Query heads that share a key head.
+        CAUSAL, WINDOWED, TRUTH: As for `compute_logits`.
+        PACKED, PARTS: As above, for decoding.
+        SHARED: Whether query heads that share keys also share the statistics of keys.
+        PACK: See `load_records`.
     """
-    if nothing_to_do(DOUBT, CAREFUL):
+    if can_skip_program(DOUBT, CAREFUL):
         return
+
+    # Load: the rows of this program, once.
     part = tl.program_id(0) % PARTS
-    b, kv, h, i, inside, first, last = rows_of(
-        tl.program_id(0) // PARTS, n, heads, GROUP, PACKED, BM
-    )
+    program = tl.program_id(0) // PARTS
+    b, kv, h, i, inside, first, last = locate_rows(program, n, heads, GROUP, PACKED, BM)
     bh = (b * heads + h).to(tl.int64)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
-    queries = head_of(Q, b, h)
-    q = load_vectors(
-        queries, i, width[None, :], n, W, W < BD, True
-    )  # zeros keep out what is beyond W
+    queries = locate_head(Q, b, h)
+    # Zeros in q beyond W remove those components of the keys from the products.
+    q = load_vectors(queries, i, width[None, :], n, W, W < BD, True)
     row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
     head = load_parameters(HEAD, h, heads, HEADS)
-    keys, values = head_of(K, b, kv), head_of(V, b, kv)
-    # a statistic of keys has as many heads as keys or as queries
+    keys, values = locate_head(K, b, kv), locate_head(V, b, kv)
+    # Statistics of keys have one head per key head, or one per query head.
     column_head = kv if SHARED else h // (heads // column_heads)
     column_start = COLUMN + (b * column_heads + column_head).to(tl.int64) * m * (COLUMNS + FACTORS)
     base_2 = LOG2E if FUSED else 1.0
 
+    # Start of the online softmax.
     total = tl.zeros([BM, BDV], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     if SINKS is not None:
+        # A sink is a logit without a value. One part counts it, or it would count PARTS times.
         if part == 0:
             top = tl.sum(tl.load(SINKS + h + i * 0).to(tl.float32), 1) * base_2
             weight += 1.0
 
+    # The smallest margin of each query's pairs: one instruction per pair keeps it.
     closest = tl.full([BM], float("inf"), tl.float32)
-    low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
+    low, high, clean = find_keys_in_reach(
+        first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN
+    )
     if PARTS > 1:
-        low, high, clean = part_of(low, high, clean, part, PARTS, BN)
-    for EDGE in tl.static_range(2):  # first the tiles of which everything is seen, then the others
+        low, high, clean = take_part(low, high, clean, part, PARTS, BN)
+    # Two copies of the loop: tiles in which every pair is visible, then tiles to mask (EDGE).
+    for EDGE in tl.static_range(2):
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
+            # Load: keys and their statistics.
             line = start + tl.arange(0, BN)[None, :]
             j = line if EDGE == 0 else tl.minimum(line, m - 1)
             k = load_vectors(keys, line, width[:, None], m, D, D < BD, EDGE == 0)
+            # PACKED rows of several heads read different statistics, unless these are shared.
             if SHARED or not PACKED:
                 column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             else:
                 column = load_statistics(column_start, j, COLUMNS + FACTORS)
             factor_k = column[COLUMNS] if FACTORS else None
-            dot = multiplied(product(q, k), scale, factor_k, factor_q)
-            s, _, margin = logits(
+
+            # Scores and mask.
+            dot = multiply_by(multiply_tiles(q, k), scale, factor_k, factor_q)
+            s, _, margin = compute_logits(
                 dot,
                 row,
                 column,
@@ -259,31 +350,37 @@ def attention_forward(
             )
             if INEXACT is not None:
                 closest = tl.minimum(closest, tl.min(margin, 1))
-            top, weight, p, shrink = online_softmax(s, top, weight, base_2, FUSED)
-            if SEED is not None:
-                p *= kept(SEED, bh, i, j, dropout)
-            v = load_vectors(values, tl.trans(line), width_v[None, :], m, DV, DV < BDV, EDGE == 0)
-            total = total * shrink[:, None] + product(p.to(v.dtype), v)
 
+            # Online softmax.
+            top, weight, p, shrink = online_softmax(s, top, weight, base_2, FUSED)
+            # Dropout acts after the softmax: the sum of weights above includes dropped pairs.
+            if SEED is not None:
+                p *= draw_dropout(SEED, bh, i, j, dropout)
+
+            # Accumulate.
+            v = load_vectors(values, tl.trans(line), width_v[None, :], m, DV, DV < BDV, EDGE == 0)
+            total = total * shrink[:, None] + multiply_tiles(p.to(v.dtype), v)
+
+    # Store.
     if DOUBT is not None:
         closest = closest[:, None] - BOUND(SLACK, row, head)
-    tell(DOUBT, closest, CAREFUL)
+    store_doubt(DOUBT, closest, CAREFUL)
     if SEED is not None:
         total *= 1 / (1 - dropout)
-    there = tl.sum(inside.to(tl.int32), 1) > 0
+    valid = tl.sum(inside.to(tl.int32), 1) > 0
     place = tl.sum(bh * n + i, 1)
     if PARTS > 1:
         place += part * row_step.to(tl.int64)
-        tl.store(SUM + place, weight, mask=there)
+        tl.store(SUM + place, weight, mask=valid)
     else:
         total *= tl.where(weight > 0, 1 / weight, 0.0)[:, None]
-    store_sums(LSE, place, row_step, top, weight, there, PARTS == 1, FUSED)
+    store_sums(LSE, place, row_step, top, weight, valid, PARTS == 1, FUSED)
     out = OUT + place[:, None] * DV + width_v[None, :]
     tl.store(out, total, mask=inside & (width_v[None, :] < DV))
 
 
 @triton.jit(do_not_specialize=["row_step"])
-def combine(
+def combine_parts(
     OUT,
     LSE,
     SUM,
@@ -296,19 +393,31 @@ def combine(
     BP: tl.constexpr,
     BDV: tl.constexpr,
 ):
-    """OUT and LSE of one row from its parts; `row_step` is how many rows there are."""
+    """Combine the parts of one row into its output and its sums.
+
+    Args:
+        OUT, LSE: Written, as in `attention_forward` with one part.
+        SUM, PART_OUT, PART_TOP: SUM, OUT and LSE of `attention_forward` with several parts.
+        row_step: Number of rows, B * H * N.
+        BP: PARTS, rounded up to a power of two.
+    """
+    # Load: the parts lie along the first axis, in a fixed order.
     place = tl.program_id(0).to(tl.int64)
     parts, width = tl.arange(0, BP).to(tl.int64), tl.arange(0, BDV)
     tops = tl.load(PART_TOP + parts * row_step + place, mask=parts < PARTS, other=float("-inf"))
     sums = tl.load(SUM + parts * row_step + place, mask=parts < PARTS, other=0.0)
+
+    # Online softmax over parts: each sum is relative to the maximum of its part.
     base_2 = LOG2E if FUSED else 1.0
     top = tl.max(tops, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     shrink = tl.exp2((tops - base) * (LOG2E / base_2))
     weight = tl.sum(sums * shrink, 0)
+
+    # Accumulate and store.
     pointers = PART_OUT + (parts * row_step + place)[:, None] * DV + width[None, :]
-    there = (parts < PARTS)[:, None] & (width < DV)[None, :]
-    total = tl.sum(tl.load(pointers, mask=there, other=0.0) * shrink[:, None], 0)
+    valid = (parts < PARTS)[:, None] & (width < DV)[None, :]
+    total = tl.sum(tl.load(pointers, mask=valid, other=0.0) * shrink[:, None], 0)
     tl.store(
         OUT + place * DV + width, total * tl.where(weight > 0, 1 / weight, 0.0), mask=width < DV
     )

@@ -1,6 +1,6 @@
-"""The kernels as operators of torch, with their gradients, so that compilers and exporters see one node.
+"""The Triton kernels as custom operators of torch, with gradients.
 
-Kernels are imported with the first call: Triton may be missing, and nothing here costs at import.
+Here you learn where torch ends and the kernels begin. Compilers and exporters see one node.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from torch import Tensor
 
 from .. import serialize
 
+# `launch` is imported by the first call: Triton may be missing, and its import takes half a second.
+
 
 @torch.library.custom_op("hf_hyperattn::triton", mutates_args=(), schema=serialize.FORWARD)
 def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
-    """Output [B, H, N, dv] and sums of rows [2, B, H, N], float32; arguments as `serialize` has them."""
+    """Compute attention; arguments as in `serialize`.
+
+    Returns:
+        The output, float32 [B, H, N, dv], and the sums of rows, float32 [2, B, H, N].
+    """
     from . import launch
 
     return launch.forward(launch.TritonCall(serialize.read_arguments(tensors, *settings)))
@@ -32,13 +38,17 @@ def gradients(
     needs_grad: Sequence[bool],
     *settings,
 ) -> list[Tensor]:
-    """Gradients of all tensors; empty for the extras that have none, 0 for statistics and parameters that need none."""
+    """Compute the gradients of all tensors.
+
+    Extras that cannot learn get an empty tensor. Statistics and parameters that need no gradient
+    get zeros.
+    """
     from . import launch
 
-    needs = serialize.read_arguments(needs_grad, *settings)  # type: ignore[arg-type]  # the same places
-    return launch.backward(
-        launch.TritonCall(serialize.read_arguments(tensors, *settings)), grad, out, lse, needs
-    )
+    # The flags have the order of the tensors, so `read` names them as well.
+    needs = serialize.read_arguments(needs_grad, *settings)  # type: ignore[arg-type]
+    call = launch.TritonCall(serialize.read_arguments(tensors, *settings))
+    return launch.backward(call, grad, out, lse, needs)
 
 
 forward.register_fake(serialize.fake_output)

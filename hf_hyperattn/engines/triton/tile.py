@@ -1,12 +1,11 @@
-"""What all kernels do with one tile of pairs, as Triton functions.
+"""Compute one tile of attention in Triton: load, score, mask, weights.
 
-Nothing here knows which way a tile lies: `i` are the queries' numbers and `j` the keys', [R, 1] and [1, C] where
-queries run down the tile, [1, R] and [C, 1] where keys do. Statistics are loaded in the same shapes. Where a tile ends
-beyond the last line, that one's are loaded again: of numbers that no line has a score might make infinity or NaN, which
-a weight of 0 does not take off.
+The kernels in forward.py and backward.py loop over tiles and call these functions. Here you learn
+what happens inside one tile, whichever way it lies.
 """
 
-# What follows is Triton's language: its unrolled loops, growing tuples and `tl.split` have no Python types.
+# These functions are in Triton's language. Python has no types for its loops, tuples and
+# `tl.split`.
 # mypy: disable-error-code="assignment"
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false
@@ -18,14 +17,37 @@ import triton.language as tl
 
 from .arithmetic import INTERPRETED, LOG2E
 
-#: Rounds of Philox; seven pass all tests of randomness (Salmon et al., Parallel random numbers, 2011).
+# Shapes and units of a tile with R queries and C keys of one head. A kernel for queries lays
+# queries along the first axis, the kernel for keys lays keys along the first axis; the functions
+# below only rely on broadcasting.
+#
+#   name          queries first   keys first   content
+#   i             [R, 1]          [1, R]       int, index of each query in its sequence (tokens)
+#   j             [1, C]          [C, 1]       int, index of each key in its sequence (tokens)
+#   row           [R, 1] each     [1, R] each  tuple of float32, the statistics of the queries
+#   column        [1, C] each     [C, 1] each  tuple of float32, the statistics of the keys
+#   head          scalars         scalars      tuple of float32, the parameters of the head
+#   dot           [R, C]          [C, R]       float32, dot products times scale and factors
+#   square        [R, C]          [C, R]       float32, squared distances
+#   s             [R, C]          [C, R]       float32, logits in nats; -inf where a pair is hidden
+#   lse           [R, 1]          [1, R]       float32, log-sum-exp: bits with FUSED, else nats
+#   p             [R, C]          [C, R]       float32, weights e^(s - lse)
+#
+# The last tile of a sequence may reach beyond its end. There `i` and `j` repeat the last query or
+# key, so statistics are always real numbers. From a filler such as 0 a score could make NaN, and a
+# weight of 0 does not remove a NaN.
+
+#: Rounds of Philox; 7 pass all tests of randomness (Salmon et al., Parallel random numbers, 2011).
 ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def product(a, b):
-    """a · b with float32 sums; float32 factors keep their digits (three TF32 products on tensor cores)."""
-    if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
+def multiply_tiles(a, b):
+    """Return the matrix product of two tiles with float32 sums.
+
+    float32 factors keep their digits: tensor cores compute three TF32 products.
+    """
+    if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     if a.dtype == tl.float32:
         return tl.dot(a, b, input_precision="tf32x3")
@@ -34,9 +56,15 @@ def product(a, b):
 
 
 @triton.jit
-def head_of(vectors, b, h):
-    """Of (pointer, strides) of [batch, heads, length, width]: where a head begins, and the stride of its vectors."""
+def locate_head(vectors, b, h):
+    """Return the pointer to the vectors of one head, and the stride between them.
+
+    Args:
+        vectors: (pointer, strides) of a tensor [batch, heads, length, width].
+        b, h: Indices of the batch element and of the head.
+    """
     start, strides = vectors
+    # int64: offsets in a large batch overflow int32.
     return start + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1], strides[2]
 
 
@@ -44,9 +72,16 @@ def head_of(vectors, b, h):
 def load_vectors(
     vectors, line, width, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr
 ):
-    """Vectors number `line` of `lines`, whose components number `width` run along the other axis.
+    """Load a tile of vectors; numbers beyond WIDTH and `lines` are 0.
 
-    vectors: as of `head_of`. PADDED: there are more columns than WIDTH. INSIDE: all lines are there.
+    Args:
+        vectors: (pointer, stride) from `locate_head`.
+        line: Indices of the vectors, along one axis of the tile.
+        width: Indices of the components, along the other axis.
+        lines: Number of vectors in the sequence.
+        WIDTH: Number of components that are read.
+        PADDED: Whether the tile is wider than WIDTH.
+        INSIDE: Whether every index in `line` is below `lines`.
     """
     start, stride = vectors
     pointers = start + line.to(tl.int64) * stride + width
@@ -62,7 +97,11 @@ def load_vectors(
 
 @triton.jit
 def load_statistics(start, line, COUNT: tl.constexpr):
-    """The COUNT numbers of each line, which lie side by side, as a tuple of what has the shape of `line`."""
+    """Load the COUNT numbers of each line, stored side by side.
+
+    Returns:
+        A tuple of COUNT tensors in the shape of `line`.
+    """
     values = ()
     for index in tl.static_range(COUNT):
         values = values + (tl.load(start + line.to(tl.int64) * COUNT + index),)
@@ -70,8 +109,13 @@ def load_statistics(start, line, COUNT: tl.constexpr):
 
 
 @triton.jit
-def halves(tiles, N: tl.constexpr, WIDTH: tl.constexpr):
-    """Each tile [N, WIDTH] of a tuple split into its even columns and its odd ones: first the former of all tiles."""
+def split_columns(tiles, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Split each tile [N, WIDTH] of a tuple into its even and its odd columns.
+
+    Returns:
+        A tuple of tiles [N, WIDTH // 2], or [N] if WIDTH is 2: the even columns of all tiles, then
+        the odd ones.
+    """
     even, odd = (), ()
     for index in tl.static_range(len(tiles)):
         a, b = tl.split(
@@ -83,27 +127,32 @@ def halves(tiles, N: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_records(start, line, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr):
-    """As `load_statistics` of lines [1, N].
+    """Load the same tuple as `load_statistics`, but all numbers in one tile.
 
-    They are read as one tile [N, PACK], PACK a power of two up to 16, or 1: number by number. Then the compiler has
-    every thread copy all that it will need, for each number as many words as the tile has columns in a thread: a third
-    of all instructions.
+    Args:
+        start: Pointer to the numbers.
+        line: Indices of the lines, [1, N].
+        N: Number of lines.
+        COUNT: Numbers of a line.
+        PACK: Width of the tile, a power of two from 2 to 16. With 1, numbers are loaded one by one.
     """
+    # Why one tile: if numbers are loaded one by one, the compiler makes every thread copy each
+    # number for all columns that the thread holds. That was a third of all instructions.
     if PACK == 1:
         return load_statistics(start, line, COUNT)
     else:
         place = tl.arange(0, PACK)[None, :]
         pointers = start + tl.trans(line).to(tl.int64) * COUNT + place
-        # splitting halves of halves leaves the columns in their order
-        parts = halves(
+        # Each split lists the even columns of all tiles first, so the columns end in their order.
+        parts = split_columns(
             (tl.load(pointers, mask=(place < COUNT) & (tl.trans(line) >= 0), other=0.0),), N, PACK
         )
         if PACK >= 4:
-            parts = halves(parts, N, PACK // 2)
+            parts = split_columns(parts, N, PACK // 2)
         if PACK >= 8:
-            parts = halves(parts, N, PACK // 4)
+            parts = split_columns(parts, N, PACK // 4)
         if PACK == 16:
-            parts = halves(parts, N, PACK // 8)
+            parts = split_columns(parts, N, PACK // 8)
         values = ()
         for index in tl.static_range(COUNT):
             values = values + (parts[index][None, :],)
@@ -112,7 +161,7 @@ def load_records(start, line, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.con
 
 @triton.jit
 def load_parameters(HEAD, h, heads, COUNT: tl.constexpr):
-    """The parameters of head `h`, of [COUNT, heads]."""
+    """Load the parameters of head `h` from HEAD [COUNT, heads]."""
     values = ()
     for index in tl.static_range(COUNT):
         values = values + (tl.load(HEAD + index * heads + h),)
@@ -120,8 +169,8 @@ def load_parameters(HEAD, h, heads, COUNT: tl.constexpr):
 
 
 @triton.jit
-def zeros(SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """A tuple of COUNT empty sums, [SIZE] each."""
+def make_sums(SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """Return a tuple of COUNT sums [SIZE] that start at 0."""
     values = ()
     for _ in tl.static_range(COUNT):
         values = values + (tl.zeros([SIZE], tl.float32),)
@@ -129,17 +178,20 @@ def zeros(SIZE: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def sums(total, tiles, factor, COUNT: tl.constexpr):
-    """The totals with the sums of the tiles, times a factor where that is not None, along their second axis added."""
+def add_tiles(total, tiles, factor, COUNT: tl.constexpr):
+    """Add the sum of each tile over its second axis to a total [SIZE].
+
+    Tiles are multiplied by `factor` first, unless that is None.
+    """
     values = ()
     for index in tl.static_range(COUNT):
-        values = values + (total[index] + tl.sum(multiplied(tiles[index], factor, None, None), 1),)
+        values = values + (total[index] + tl.sum(multiply_by(tiles[index], factor, None, None), 1),)
     return values
 
 
 @triton.jit
-def less(total, means, residue, COUNT: tl.constexpr):
-    """The sums without what is left of them by rounding: the residue times the mean slopes."""
+def subtract_residue(total, means, residue, COUNT: tl.constexpr):
+    """Subtract from each sum its mean slope times the residue; see backward.py."""
     values = ()
     for index in tl.static_range(COUNT):
         values = values + (total[index] - residue * means[index],)
@@ -147,8 +199,8 @@ def less(total, means, residue, COUNT: tl.constexpr):
 
 
 @triton.jit
-def multiplied(x, first, second, third):
-    """`x` times each of the others that is not None."""
+def multiply_by(x, first, second, third):
+    """Return `x` times each of the factors that is not None."""
     if first is not None:
         x = x * first
     if second is not None:
@@ -159,15 +211,19 @@ def multiplied(x, first, second, third):
 
 
 @triton.jit
-def any_of(x):
-    """Whether any of a tile is true; axis by axis, since a reduction of both at once moves the whole tile."""
+def is_any_true(x):
+    """Return whether any element of a tile is true."""
+    # Axis by axis: a reduction of both axes at once moves the whole tile.
     return tl.max(tl.max(x.to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
-def differences(queries, keys, i, j, by_query, by_key, like, WIDTH: tl.constexpr):
-    """Squared distances of queries times `by_query` and keys times `by_key` from differences of their first WIDTH
-    components; 0 where they coincide but for rounding, which is to steer no gradient.
+def measure_distances(queries, keys, i, j, by_query, by_key, like, WIDTH: tl.constexpr):
+    """Return squared distances, from the differences of the first WIDTH components.
+
+    Queries are multiplied by `by_query` and keys by `by_key` first. The result has the shape of
+    `like`. It is 0 where the vectors coincide up to rounding, so that the rounding of equal vectors
+    steers no gradient.
     """
     square, size = tl.zeros_like(like), tl.zeros_like(i.to(tl.float32))
     for c in range(WIDTH):
@@ -175,11 +231,12 @@ def differences(queries, keys, i, j, by_query, by_key, like, WIDTH: tl.constexpr
         k = tl.load(keys[0] + j.to(tl.int64) * keys[1] + c).to(tl.float32) * by_key
         square += (q - k) * (q - k)
         size += q * q
-    return tl.where(square <= size * 2.2737367544323206e-13, 0.0, square)  # (4 eps)²
+    # The threshold is (4 eps)^2, relative to |q|^2.
+    return tl.where(square <= size * 2.2737367544323206e-13, 0.0, square)
 
 
 @triton.jit
-def logits(
+def compute_logits(
     dot,
     row,
     column,
@@ -195,7 +252,7 @@ def logits(
     h,
     i,
     j,
-    there,
+    valid,
     offset,
     window,
     SCORE: tl.constexpr,
@@ -211,35 +268,54 @@ def logits(
     CAREFUL: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """The logits of a tile from its product, -inf where pairs are hidden, the squared distances that they read, and the
-    margin of each pair (see `Emitted`). The last two say nothing where no distances are read, and margins nothing in a
-    CAREFUL run.
-
-    CAREFUL, a tile with such a pair is taken from differences. A term's own bounds allow for an error of 4 units in the
-    last place, the product leaves SLACK times as much.
+    """Compute the logits of a tile from its dot products, and mask them.
 
     Args:
-        masks: (mask, bias), each (pointer or None, strides); with TRUTH the mask hides where it is 0.
-        queries, keys: as of `head_of`.
-        scale, factor_q, factor_k: what all products, the queries and the keys are multiplied with, or None.
-        there: which pairs there are.
-        POINTS: from numbers to what vectors are multiplied with beside that where differences are taken.
-        EDGE: whether causality or the window may hide some.
+        dot, row, column, head, i, j: As in the table at the top.
+        softcap: Cap of the logits; the score decides whether it uses it.
+        masks: (mask, bias), each (pointer or None, strides).
+        queries, keys: (pointer, stride) from `locate_head`.
+        scale: Factor of all dot products, or None.
+        factor_q, factor_k: Factors of the queries and of the keys, or None.
+        b, h: Indices of the batch element and of the query head.
+        valid: Bool, the pairs whose query and key exist.
+        offset: Position of query 0 among the keys.
+        window: Width of the sliding window, used if WINDOWED.
+        SCORE, DISTANCE, INEXACT, MARGIN, POINTS: Functions of the score, written by
+            engines/emit_triton.py (see `Emitted`). POINTS returns further factors of both vectors,
+            for distances from differences. Those that a score does not need are None.
+        SLACK: Error of the product form, in shares of the error that INEXACT allows for.
+        P: Number of components that a distance is computed from.
+        TRUTH: Whether the mask hides pairs where it is 0. Otherwise it is added to the logits.
+        CAREFUL: Whether to compute inexact distances again; see `can_skip_program`.
+        EDGE: Whether some pairs of the tile may be invalid, or hidden by causality or the window.
+
+    Returns:
+        s: Logits, -inf where a pair is hidden.
+        square: Squared distances; the dot products if the score reads none.
+        margin: Float32, less than the score's bound for pairs whose distance the product form gives
+            too roughly; the dot products if the score reads none, or if CAREFUL.
     """
+    # Scores: squared distances first, since the score reads them.
     square, margin = dot, dot
     if DISTANCE is not None:
         square = DISTANCE(dot, row, column, head)
     if INEXACT is not None:
+        # INEXACT allows for an error of 4 units in the last place; the product leaves SLACK times
+        # that.
         if not CAREFUL:
             margin = MARGIN(square, SLACK, row, column, head)
         else:
-            inexact = INEXACT(square * (1 / SLACK), row, column, head) & there
+            inexact = INEXACT(square * (1 / SLACK), row, column, head) & valid
             by_query, by_key = POINTS(row, column, head)
-            by_query = multiplied(by_query, scale, factor_q, None)
-            by_key = multiplied(by_key, factor_k, None, None)
-            if any_of(inexact):
-                square = differences(queries, keys, i, j, by_query, by_key, dot, P)
+            by_query = multiply_by(by_query, scale, factor_q, None)
+            by_key = multiply_by(by_key, factor_k, None, None)
+            # Differences cost far more than the product, so tiles without such a pair skip them.
+            if is_any_true(inexact):
+                square = measure_distances(queries, keys, i, j, by_query, by_key, dot, P)
     s = SCORE(dot, square, row, column, head, softcap)
+
+    # Mask: the bias is added after the softcap, as in the other engines.
     mask, bias = masks
     if bias[0] is not None:
         s += load_pairs(bias, b, h, i, j).to(tl.float32)
@@ -247,19 +323,22 @@ def logits(
         seen = load_pairs(mask, b, h, i, j)
         s = tl.where(seen != 0, s, float("-inf")) if TRUTH else s + seen.to(tl.float32)
     if EDGE:
-        s = tl.where(there & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
+        visible = is_in_reach(i + offset, j, window, CAUSAL, WINDOWED)
+        s = tl.where(valid & visible, s, float("-inf"))
     return s, square, margin
 
 
 @triton.jit
-def nothing_to_do(DOUBT, CAREFUL: tl.constexpr):
-    """Whether a careful program is not needed.
+def can_skip_program(DOUBT, CAREFUL: tl.constexpr):
+    """Return whether a careful program has nothing to do.
 
-    A loop that may branch has its loads and products in no pipeline, and pairs so near that the product form of their
-    distance is too inexact are rare. So every kernel runs twice where it reads distances: first without regard to that,
-    noting in DOUBT, one number a program, whether there was such a pair; then CAREFUL, the programs that had one. None:
-    it runs once.
+    A kernel that reads distances runs twice. The first run ignores inexact distances, but stores in
+    DOUBT, one number
+    per program, whether it met one. The second run is CAREFUL: programs that met one compute their
+    tiles again. If DOUBT is None, the kernel runs once.
     """
+    # Why two runs: the compiler pipelines no loads or products of a loop that may branch, and
+    # inexact pairs are rare.
     nothing = tl.program_id(0) < 0
     if DOUBT is not None:
         if CAREFUL:
@@ -268,16 +347,22 @@ def nothing_to_do(DOUBT, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def tell(DOUBT, closest, CAREFUL: tl.constexpr):
-    """See `nothing_to_do`. `closest` [B, 1]: the smallest margin of each line's pairs, less its bound."""
+def store_doubt(DOUBT, closest, CAREFUL: tl.constexpr):
+    """Store whether this program met an inexact distance; see `can_skip_program`.
+
+    Args:
+        DOUBT: Pointer to one int32 per program, or None.
+        closest: [R, 1], the smallest margin of each line's pairs, less the line's bound.
+        CAREFUL: Whether this is the second run, which stores nothing.
+    """
     if DOUBT is not None:
         if not CAREFUL:
-            tl.store(DOUBT + tl.program_id(0), any_of(closest < 0).to(tl.int32))
+            tl.store(DOUBT + tl.program_id(0), is_any_true(closest < 0).to(tl.int32))
 
 
 @triton.jit
 def load_pairs(of_pairs, b, h, i, j):
-    """A tile of a mask or bias."""
+    """Load the tile of a mask or bias [B, H, N, M], given as (pointer, strides)."""
     pointers, strides = of_pairs
     offsets = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     offsets += i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
@@ -285,35 +370,40 @@ def load_pairs(of_pairs, b, h, i, j):
 
 
 @triton.jit
-def in_reach(i, j, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """Whether causality and the window let query `i`, counted among the keys, see key `j`."""
+def is_in_reach(i, j, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+    """Return whether the query at key position `i` may see key `j` by position."""
     seen = j >= 0
     if CAUSAL:
         seen = seen & (j <= i)
     if WINDOWED:
         seen = seen & (i - j < window)
         if not CAUSAL:
+            # A bidirectional window reaches equally far to both sides.
             seen = seen & (j - i < window)
     return seen
 
 
 @triton.jit
-def kept(seed, bh, i, j, dropout):
-    """1 where dropout leaves a pair, else 0: a function of the pair's place alone, whatever the tiles."""
+def draw_dropout(seed, bh, i, j, dropout):
+    """Return 1 where dropout keeps a pair, else 0."""
+    # The random number depends on the indices of the pair only. So all kernels, whatever their
+    # tiles, drop the same pairs.
     zero = (i + j) * 0
     bits, _, _, _ = tl.philox(
         tl.load(seed), i + zero, j + zero, bh.to(tl.int32) + zero, zero, ROUNDS
     )
+    # 24 random bits times 2^-24: a uniform number in [0, 1) that float32 holds exactly.
     return ((bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 >= dropout).to(
         tl.float32
     )
 
 
 @triton.jit
-def weights(s, lse, FUSED: tl.constexpr):
-    """exp(s - lse), of FUSED the lse is one to base 2; 0 in rows that see nothing, whose `lse` is +inf.
+def compute_weights(s, lse, FUSED: tl.constexpr):
+    """Return e^(s - lse); 0 in rows that see nothing, whose `lse` is +inf.
 
-    FUSED is one operation less for each pair, but has no answer where all that a row sees is -3.4e38, as additive masks
-    may have it.
+    With FUSED, `lse` is a logarithm to base 2.
     """
+    # FUSED saves one operation per pair. It fails where a row sees only logits of about -3.4e38, as
+    # additive masks may have them: there s * LOG2E is -inf.
     return tl.exp2(s * LOG2E - lse) if FUSED else tl.exp2((s - lse) * LOG2E)

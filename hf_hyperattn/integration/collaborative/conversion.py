@@ -23,10 +23,10 @@ from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
-from ..attach import Selected, attach, mark_initialized, resolve_overrides
+from ..attach import Selected, attach_hypers, mark_initialized, resolve_overrides
 from ..call import note_all
-from ..checkpoint_config import inner
-from ..conversions import Conversion, keep, register_conversion
+from ..checkpoint_config import unwrap_hyper
+from ..conversions import Conversion, keep_parts, register_conversion
 from ..offloaded import drop_weights, in_memory, is_offloaded, offload_like, without_weights
 from ..patching import (
     check_own_attention,
@@ -395,9 +395,9 @@ def install_parts(
         keep_original: Whether to keep the old projections for `unpatch_model`.
         newly_routed: Whether the family was routed for this conversion.
     """
-    attach(model, resolve_overrides(config, selected, model), selected, newly_routed)
+    attach_hypers(model, resolve_overrides(config, selected, model), selected, newly_routed)
     for part in parts:
-        hyper: Any = inner(part.module.hyper)
+        hyper: Any = unwrap_hyper(part.module.hyper)
         with torch.no_grad():
             hyper.collaborative.mixing.copy_(part.result.mixing)
         for name, module in part.modules.items():
@@ -406,7 +406,7 @@ def install_parts(
             if not keep_original:
                 drop_weights(part.projections.children[name], f"{part.host.name}.{name}")
     if keep_original:
-        keep(model, bring_back_original, {p.host.name: p.projections.children for p in parts})
+        keep_parts(model, bring_back_original, {p.host.name: p.projections.children for p in parts})
 
 
 def build_filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.layer import SharedLayer
-from ..checkpoint_config import inner, patched_hosts
+from ..checkpoint_config import patched_hosts, unwrap_hyper
 from ..conversions import REBUILDERS
 
 #: Names of separate query and key projections.
@@ -199,7 +199,7 @@ def build_shared(old: Projections, shape: SharedShape) -> dict[str, nn.Module]:
 
 def find_shared_layer(host: Any) -> SharedLayer | None:
     """Return the mechanism's layer of a converted attention layer, or None."""
-    layer = getattr(inner(host.hyper), CollaborativeConfig.mechanism, None)
+    layer = getattr(unwrap_hyper(host.hyper), CollaborativeConfig.mechanism, None)
     return layer if isinstance(layer, SharedLayer) else None
 
 

@@ -1,4 +1,9 @@
-"""HAT, the hierarchical attention transformer (arXiv 2210.05529): its models, and the conversion that makes them."""
+"""HAT, the hierarchical attention transformer (arXiv 2210.05529): models, and the conversion to
+them.
+
+Importing this package registers the models with Transformers' Auto classes, and the conversion with
+`convert`.
+"""
 
 from transformers import (
     AutoConfig,
@@ -24,7 +29,12 @@ for auto, model in (
     auto.register(HatEncoderConfig, model, exist_ok=True)
 register_conversion(
     "hat",
-    Conversion(to_hat, lambda config: True, lambda model: isinstance(model, HatPreTrainedModel)),
+    Conversion(
+        run=to_hat,
+        # HAT has no patch: every `HatConfig` asks for a conversion.
+        requested=lambda config: True,
+        done=lambda model: isinstance(model, HatPreTrainedModel),
+    ),
 )
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""Configuration of HAT models."""
+"""Configuration of HAT models.
+
+`HatEncoderConfig` describes a finished model. `HatConfig` describes how `convert` makes one.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +11,32 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...fields import refuse
-from ...mechanisms.hat.config import HatConfig, counts, has_cross_blocks
-from ...mechanisms.hat.segments import segments_of
+from ...mechanisms.hat.config import HatConfig, count_cross_blocks, has_cross_blocks
+from ...mechanisms.hat.segments import count_segments
 from ...selection import MOST
 
 logger = logging.getLogger("hf_hyperattn")
-#: Fields that mean here what they mean in `HatConfig`, which checks them.
+#: Fields that both configs have. `HatConfig` checks them.
 SHARED = ("segment_length", "layout", "gated", "pooling", "cls_token_id")
 
 
 @strict
 class HatEncoderConfig(PreTrainedConfig):
-    """Configuration of `HatModel`: post-norm blocks within segments, and across the segments' CLS rows.
+    """Configuration of `HatModel`: post-norm blocks within segments, and across segments' CLS rows.
 
     Args:
-        vocab_size, hidden_size, num_attention_heads, intermediate_size, hidden_act: as in BERT.
-        hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout, initializer_range: as in BERT.
-        layer_norm_eps, pad_token_id, tie_word_embeddings: as in BERT.
-        num_hidden_layers: number of segment-wise blocks.
-        segment_length, layout, gated, pooling, cls_token_id: as in `HatConfig`.
-        max_position_embeddings: the most tokens of a text.
-        type_vocab_size: kinds of tokens; 0 for none.
-        embedding_size: width of the tables of embeddings; None: hidden_size. Another width is projected to that.
-        pooler_act: between the pooled vector's linear map and what follows; None: no such map.
-        lm_act: the same in the head for masked language modelling.
+        vocab_size, hidden_size, num_attention_heads, intermediate_size, hidden_act: As in BERT.
+        hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout, initializer_range: As
+        in BERT. layer_norm_eps, pad_token_id, tie_word_embeddings: As in BERT. num_hidden_layers:
+        Number of segment-wise blocks. segment_length, layout, gated, pooling, cls_token_id: As in
+        `HatConfig`. max_position_embeddings: Largest number of tokens in a text. type_vocab_size:
+        Number of token types. 0: no token types. embedding_size: Width of the embedding tables.
+        None: hidden_size. Another width is projected to hidden_size. pooler_act: Activation after
+        the linear map of the pooled vector. None: no such map. lm_act: Activation in the head for
+        masked language modelling.
 
     Raises:
-        ValueError: numbers that do not fit each other, or that `HatConfig` refuses.
+        ValueError: Numbers that contradict each other, or that `HatConfig` refuses.
     """
 
     model_type = "hat"
@@ -70,32 +72,37 @@ class HatEncoderConfig(PreTrainedConfig):
             self.embedding_size = self.hidden_size
         shared = {name: getattr(self, name) for name in SHARED}
         if self.gated and isinstance(self.layout, str) and not has_cross_blocks(self.layout):
-            # no error, since earlier versions saved such configs
+            # A warning and no error, since earlier versions saved such configs.
             logger.warning(
                 f"hf_hyperattn: HatEncoderConfig.gated says nothing: layout={self.layout!r} has no gate"
             )
             shared["gated"] = False
+        # Its checks raise for bad values of the shared fields.
         HatConfig(max_length=self.max_position_embeddings, **shared)
         if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
             allowed = f"multiples of num_attention_heads={self.num_attention_heads}"
             refuse("HatEncoderConfig.hidden_size", self.hidden_size, allowed)
-        if not 1 <= self.num_hidden_layers <= MOST:  # before a layout is made for them
+        # Before `counts` makes a list of this length.
+        if not 1 <= self.num_hidden_layers <= MOST:
             refuse(
                 "HatEncoderConfig.num_hidden_layers",
                 self.num_hidden_layers,
                 f"numbers from 1 to {MOST:,}",
             )
-        counts(self.layout, self.num_hidden_layers)
+        count_cross_blocks(self.layout, self.num_hidden_layers)
         super().__post_init__(**kwargs)
 
     @property
     def cross_blocks(self) -> tuple[int, ...]:
-        """How many cross-segment blocks follow each segment-wise block."""
-        return counts(self.layout, self.num_hidden_layers)
+        """Return the number of cross-segment blocks after each segment-wise block."""
+        return count_cross_blocks(self.layout, self.num_hidden_layers)
 
     @property
     def max_segments(self) -> int:
-        """The most segments of a text; one more where a CLS token may have to be put before it."""
-        return segments_of(
+        """Return the largest number of segments of a text.
+
+        It has room for a CLS token in front of the text, if there is a CLS token id.
+        """
+        return count_segments(
             self.max_position_embeddings + (self.cls_token_id is not None), self.segment_length
         )

@@ -1,4 +1,7 @@
-"""HsaEncoder: a small model over nested signals of several kinds, with hierarchical attention from the start."""
+"""HsaEncoder: a small encoder of text and images with hierarchical self-attention from the start.
+
+Importing this package registers the models with Transformers' Auto classes.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 

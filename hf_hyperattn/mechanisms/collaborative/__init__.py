@@ -1,4 +1,7 @@
-"""Collaborative heads (Multi-Head Attention: Collaborate Instead of Concatenate, arXiv 2006.16362)."""
+"""Collaborative heads: all heads share queries and keys.
+
+From "Multi-Head Attention: Collaborate Instead of Concatenate", arXiv 2006.16362.
+"""
 
 from ...registry import Mechanism, register
 from .config import CollaborativeConfig

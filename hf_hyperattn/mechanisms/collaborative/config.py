@@ -1,4 +1,4 @@
-"""Configuration of collaborative heads."""
+"""The config of collaborative heads."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from dataclasses import dataclass
 from ...config import MechanismConfig, option
 from ...fields import MOST_SEED
 
-#: Steps of the decomposition where nothing is said.
+#: Default number of steps of the decomposition.
 STEPS = 100
 
 
 @dataclass(frozen=True)
 class CollaborativeConfig(MechanismConfig):
-    """Collaborative heads (arXiv 2006.16362): all heads share queries and keys, each mixes their dimensions.
+    """Collaborative heads (arXiv 2006.16362): heads mix shared queries and keys.
 
-    `rank=None` is for `patch_model`: full rank, which starts as the identity, with mixing vectors to learn. With a rank
-    it is for `hf_hyperattn.convert`, which replaces the projections of queries and keys by shared ones of that many
-    dimensions.
+    - `rank=None` is for `patch_model`: full rank, which starts as the identity, with learned mixing
+      vectors.
+    - With a rank it is for `hf_hyperattn.convert`, which replaces the query and key projections by
+      shared ones of that many dimensions.
     """
 
     mechanism = "collaborative"
 
     rank: int | None = option(
         None,
-        "dimensions that all heads share; None: heads times head dimension, all that there are, with nothing replaced",
+        "dimensions that all heads share; None: heads times head dimension, with no projection replaced",
         symbol="D_k",
         least=1,
         types=(int,),
         optional=True,
     )
-    steps: int = option(STEPS, "most steps of the decomposition, with a rank only", least=0)
+    steps: int = option(
+        STEPS, "largest number of steps of the decomposition, with a rank only", least=0
+    )
     seed: int = option(
-        0, "of the decomposition's random start, with a rank only", least=0, most=MOST_SEED
+        0, "random seed of the decomposition, with a rank only", least=0, most=MOST_SEED
     )
 
     def __post_init__(self):
@@ -46,5 +49,6 @@ class CollaborativeConfig(MechanismConfig):
 
     @property
     def breaks(self) -> frozenset[str]:
-        """Its score is a product of features."""
+        """Properties that it removes for other mechanisms: none."""
+        # Unlike other scores, this one stays a product of query features and key features.
         return frozenset()

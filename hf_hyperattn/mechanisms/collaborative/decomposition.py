@@ -1,14 +1,17 @@
-"""From the projections of heads to shared ones: a CP decomposition by alternating least squares, in float64.
+"""Replace the projections of heads by shared ones: a CP decomposition in float64.
 
-The tensor has one matrix a head, T_h = W_Q^h^T W_K^h [D, D], and is never formed: each matrix is a product of rank d,
-and all that alternating least squares asks of the tensor are its products with the factors, which cost O(H·d·D·R) a
-step through the projections and O(H·D²·R) through the tensor. QR decompositions of the stacked projections bring D down
-to at most H·d first. The start is the leading singular vectors of the tensor's two large unfoldings, or the leading
-singular pairs of single heads, whichever is ahead after a few steps.
+The tensor has one matrix per head, T_h = W_Q^h^T W_K^h [D, D]. It is never formed: each matrix is a
+product of rank d, and alternating least squares (ALS) needs only the tensor's products with the
+factors. These cost O(H·d·D·R) per step through the projections, instead of O(H·D²·R) through the
+tensor.
 
-Least squares of T_h weighs all directions alike (the paper's way). With second moments C_Q, C_K of what the projections
-read, it is done on C_Q^½ T_h C_K^½ instead: the sum of squares of what logits then are off by, over pairs of
-independent inputs.
+QR decompositions of the stacked projections first reduce D to at most H·d. ALS has two starts:
+leading singular vectors of the tensor's two large unfoldings, and leading singular pairs of single
+heads. The better one after a few steps is continued.
+
+Least squares of T_h weight all directions equally, as in the paper. With second moments C_Q and C_K
+of the projections' inputs, ALS approximates C_Q^½ T_h C_K^½ instead. The error is then the squared
+error of the logits, summed over pairs of independent inputs.
 """
 
 from __future__ import annotations
@@ -18,25 +21,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: A step that lowers the error by less than this share of it is the last one.
+#: ALS stops after a step that reduces the error by less than this share.
 TOLERANCE = 1e-5
-#: Steps that each start is tried for.
+#: Number of steps to compare the two starts.
 TRIAL = 10
-#: What is added to the diagonal of the normal equations, as a share of it.
+#: Ridge on the diagonal of the normal equations, relative to its mean.
 RIDGE = 1e-10
-#: The same for second moments: directions that were not seen count a little too.
+#: Ridge of the second moments, relative to their mean: unseen directions get a small weight.
 UNSEEN = 1e-2
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Σ_r mixing[h, r] · query[r] ⊗ key[r] ≈ T_h.
+    """The factors of Σ_r mixing[h, r] · query[r] ⊗ key[r] ≈ T_h.
 
     Args:
-        mixing: [H, R], query: [R, D], key: [R, D'], float64.
-        error: Frobenius norm of what is left over that of the tensor.
-        logit_error: the same of the weighted tensor; None where nothing was weighted.
-        steps: of alternating least squares that were taken.
+        mixing: Shape [H, R], float64.
+        query: Shape [R, D], float64.
+        key: Shape [R, D'], float64.
+        error: Frobenius norm of the residual, relative to the tensor's.
+        logit_error: The same for the weighted tensor; None without moments.
+        steps: Number of ALS steps.
     """
 
     mixing: Tensor
@@ -55,18 +60,21 @@ def decompose(
     seed: int = 0,
     moments: tuple[Tensor, Tensor] | None = None,
 ) -> Decomposition:
-    """The shared projections that stand for those of H heads.
+    """Compute shared projections that replace the projections of H heads.
 
     Args:
-        query, key: weights of the heads, [H, d, D] and [H, d, D'].
-        rank: of the decomposition, at most H·d, at which it is exact: the projections as they are.
-        steps: most steps.
-        seed: of the random part of the start.
-        moments: of what queries and keys are made from, [D, D] and [D', D']; None weighs all directions alike.
+        query: Query weights of the heads, shape [H, d, D].
+        key: Key weights of the heads, shape [H, d, D'].
+        rank: Rank of the decomposition, at most H·d, where it is exact: the projections themselves.
+        steps: Largest number of ALS steps.
+        seed: Seed of the random part of the start.
+        moments: Second moments of the inputs of queries and keys, [D, D] and [D', D']; None weights
+            all directions equally.
 
     Raises:
-        ValueError: weights or moments that are not finite.
+        ValueError: Weights or moments are not finite.
     """
+    # ALS is ill-conditioned: its normal equations square the condition number.
     query, key = query.double(), key.double()
     for name, tensors in (
         ("weights of queries or keys", (query, key)),
@@ -75,115 +83,157 @@ def decompose(
         if not all(bool(t.isfinite().all()) for t in tensors):
             raise ValueError(f"the {name} are not finite; allowed: finite ones")
     heads, d, _ = query.shape
+    # At full rank, every head reads its own block of the concatenated projections.
     if rank == heads * d:
         mixing = torch.eye(heads, dtype=torch.float64).repeat_interleave(d, 1)
         exact = None if moments is None else 0.0
-        return Decomposition(mixing, query.flatten(0, 1), key.flatten(0, 1), 0.0, exact, 0)
-    roots = (None, None) if moments is None else tuple(_root(m.double()) for m in moments)
-    (basis_q, left), (basis_k, right) = (
-        _reduced(w if r is None else w @ r) for w, r in zip((query, key), roots)
-    )
-    (mixing, a, b), error, taken = _solved(_Problem(left, right), rank, steps, seed)
+        return Decomposition(
+            mixing=mixing,
+            query=query.flatten(0, 1),
+            key=key.flatten(0, 1),
+            error=0.0,
+            logit_error=exact,
+            steps=0,
+        )
+    roots = (None, None) if moments is None else tuple(_square_root(m.double()) for m in moments)
+    # Reduce the width of the tensor to the span of the projections.
+    basis_q, left = _reduce_width(query if roots[0] is None else query @ roots[0])
+    basis_k, right = _reduce_width(key if roots[1] is None else key @ roots[1])
+    (mixing, a, b), error, taken = _run_als(_Problem(left, right), rank, steps, seed)
     a, b = basis_q @ a, basis_k @ b
     if moments is None:
-        return Decomposition(mixing, a.T, b.T, error, None, taken)
-    a, b = (torch.linalg.solve(root, f) for root, f in zip(roots, (a, b)))
-    plain = _Problem(query.mT, key.mT).error(mixing, a, b)
-    return Decomposition(mixing, a.T, b.T, plain, error, taken)
+        return Decomposition(
+            mixing=mixing, query=a.T, key=b.T, error=error, logit_error=None, steps=taken
+        )
+    # Undo the weighting: the factors approximate C_Q^½ T_h C_K^½, but T_h is wanted.
+    a, b = (torch.linalg.solve(root, factor) for root, factor in zip(roots, (a, b)))
+    plain_error = _Problem(query.mT, key.mT).relative_error(mixing, a, b)
+    return Decomposition(
+        mixing=mixing, query=a.T, key=b.T, error=plain_error, logit_error=error, steps=taken
+    )
 
 
-def _root(moment: Tensor) -> Tensor:
-    """The symmetric square root of a second moment and a little of the identity."""
+def _square_root(moment: Tensor) -> Tensor:
+    """Return the symmetric square root of a second moment plus a small ridge."""
+    # The limit avoids a division by zero for inputs that are all zero.
     size = moment.diagonal().mean().clamp_min(1e-150)
     values, vectors = torch.linalg.eigh(moment)
     return (vectors * (values.clamp_min(0) + UNSEEN * size).sqrt()) @ vectors.mT
 
 
-def _reduced(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """An orthonormal basis [D, p] of what all heads read, and the heads' weights in it, [H, p, d]."""
+def _reduce_width(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an orthonormal basis of all weights, and the weights in this basis.
+
+    Args:
+        weights: Shape [H, d, D].
+
+    Returns:
+        The basis [D, p], and the weights [H, p, d].
+    """
     heads, d, width = weights.shape
+    # All heads together span at most H·d directions of the D inputs.
     basis, core = torch.linalg.qr(weights.reshape(heads * d, width).T)
     return basis, core.unflatten(1, (heads, d)).transpose(0, 1)
 
 
 class _Problem:
-    """The tensor T_h = A_h B_h^T, known by A [H, p, d] and B [H, p', d]."""
+    """The tensor T_h = A_h B_h^T, given by A [H, p, d] and B [H, p', d]."""
 
     def __init__(self, a: Tensor, b: Tensor):
         self.a, self.b = a, b
+        # |T|² through the d x d products, without forming T_h.
         self.square = ((a.mT @ a) * (b.mT @ b)).sum()
 
-    def step(self, mixing: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each factor in turn as the least-squares solution for the two others; then balanced."""
+    def improve_factors(
+        self, mixing: Tensor, a: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Solve for each factor with the two others fixed, then balance their norms."""
+        # The Gram matrix of a CP problem is the elementwise product of the factors' Gram matrices.
         through_b = self.b.mT @ b  # [H, d, R]
-        a = _least_squares(
-            (mixing.T @ mixing) * (b.T @ b), (self.a @ (through_b * mixing[:, None])).sum(0)
-        )
+        right = (self.a @ (through_b * mixing[:, None])).sum(0)
+        a = _least_squares((mixing.T @ mixing) * (b.T @ b), right)
         through_a = self.a.mT @ a
-        b = _least_squares(
-            (mixing.T @ mixing) * (a.T @ a), (self.b @ (through_a * mixing[:, None])).sum(0)
-        )
+        right = (self.b @ (through_a * mixing[:, None])).sum(0)
+        b = _least_squares((mixing.T @ mixing) * (a.T @ a), right)
         mixing = _least_squares((a.T @ a) * (b.T @ b), (through_a * (self.b.mT @ b)).sum(1))
+        # Equal norms keep the next normal equations well conditioned.
         norms = [f.norm(dim=0).clamp_min(1e-150) for f in (mixing, a, b)]
         each = (norms[0] * norms[1] * norms[2]) ** (1 / 3)
         return mixing * (each / norms[0]), a * (each / norms[1]), b * (each / norms[2])
 
-    def error(self, mixing: Tensor, a: Tensor, b: Tensor) -> float:
-        """Norm of the residual over that of the tensor; 0 for a tensor of zeros."""
+    def relative_error(self, mixing: Tensor, a: Tensor, b: Tensor) -> float:
+        """Return the norm of the residual relative to the tensor's; 0 for a zero tensor."""
+        # |T - X|² = |T|² - 2 <T, X> + |X|², without forming T or X.
         inner = (((self.a.mT @ a) * (self.b.mT @ b)).sum(1) * mixing).sum()
         square = ((mixing.T @ mixing) * (a.T @ a) * (b.T @ b)).sum()
         left = (self.square - 2 * inner + square).clamp_min(0)
         return float((left / self.square).sqrt()) if self.square > 0 else 0.0
 
-    def unfolded(self, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Leading singular vectors of the two large unfoldings, random mixing."""
-        through = lambda x, y: torch.linalg.eigh((x @ (y.mT @ y) @ x.mT).sum(0))[1].flip(1)
-        sides = [through(self.a, self.b), through(self.b, self.a)]
+    def start_from_unfoldings(
+        self, rank: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Start from singular vectors of the two large unfoldings, with random mixing."""
+        # Singular vectors of an unfolding are eigenvectors of its Gram matrix, largest first.
+        singular_vectors = lambda x, y: torch.linalg.eigh((x @ (y.mT @ y) @ x.mT).sum(0))[1].flip(1)
+        sides = [singular_vectors(self.a, self.b), singular_vectors(self.b, self.a)]
         random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
         a, b = (
             torch.cat([s[:, :rank], random(len(s), max(0, rank - s.shape[1]))], 1) for s in sides
         )
         return random(len(self.a), rank), a, b
 
-    def by_head(self, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """The leading singular pairs of single heads, each mixed into its own."""
+    def start_from_heads(
+        self, rank: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Start from the leading singular pairs of single heads, each mixed into its head."""
         (qa, ra), (qb, rb) = torch.linalg.qr(self.a), torch.linalg.qr(self.b)
+        # The SVD of A B^T follows from the SVD of the small R_A R_B^T.
         u, s, vh = torch.linalg.svd(ra @ rb.mT)
+        # Take the largest singular values of all heads, whichever head they belong to.
         best = s.flatten().argsort(descending=True)[:rank]
         owner, roots = best // s.shape[1], s.flatten()[best].sqrt()
         a, b = (x.transpose(1, 2).flatten(0, 1)[best].T * roots for x in (qa @ u, qb @ vh.mT))
         mixing = torch.nn.functional.one_hot(owner, len(self.a)).T.double()
+        # Fewer pairs than the rank: fill up with columns of the other start.
         if len(best) < rank:
-            extra = self.unfolded(rank - len(best), generator)
+            extra = self.start_from_unfoldings(rank - len(best), generator)
             mixing, a, b = (torch.cat([x, y], 1) for x, y in zip((mixing, a, b), extra))
         return mixing, a, b
 
 
-def _solved(
+def _run_als(
     problem: _Problem, rank: int, steps: int, seed: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], float, int]:
-    """The factors, their error, and the steps taken: from the better start until steps bring nothing more."""
+    """Run ALS from the better of two starts, until steps bring nothing more.
+
+    Returns:
+        The factors, their error, and the number of steps.
+    """
     generator = torch.Generator().manual_seed(seed)
-    starts, trial = [], min(TRIAL, steps)
-    for start in (problem.unfolded, problem.by_head):
+    starts = []
+    trial = min(TRIAL, steps)
+    # Neither start is always better, so try both for a few steps.
+    for start in (problem.start_from_unfoldings, problem.start_from_heads):
         factors = start(rank, generator)
         for _ in range(trial):
-            factors = problem.step(*factors)
-        starts.append((problem.error(*factors), factors))
+            factors = problem.improve_factors(*factors)
+        starts.append((problem.relative_error(*factors), factors))
     error, factors = min(starts, key=lambda s: s[0])
     for taken in range(trial, steps):
-        factors = problem.step(*factors)
-        before, error = error, problem.error(*factors)
+        factors = problem.improve_factors(*factors)
+        before, error = error, problem.relative_error(*factors)
+        # ALS never increases the error, so a small decrease means convergence.
         if before - error <= TOLERANCE * before:
             return factors, error, taken + 1
     return factors, error, steps
 
 
 def _least_squares(gram: Tensor, right: Tensor) -> Tensor:
-    """right · gram⁻¹, with a little on the diagonal where components are alike."""
+    """Return right · gram⁻¹, with a ridge for components that are nearly equal."""
     ridge = RIDGE * gram.diagonal().mean().clamp_min(1e-150)
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     factor, info = torch.linalg.cholesky_ex(gram + ridge * eye)
+    # Cholesky fails on a singular matrix; `gelsd` then gives the solution of least norm.
     if int(info):
         return torch.linalg.lstsq(gram, right.mT, driver="gelsd").solution.mT
     return torch.cholesky_solve(right.mT, factor).mT

@@ -1,4 +1,8 @@
-"""Collaborative heads inside a host: at full rank beside its projections, and at a lower rank in their place."""
+"""Collaborative heads in an attention layer.
+
+`FullLayer` mixes all dimensions next to the layer's projections; `SharedLayer` serves converted
+layers of lower rank.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +18,25 @@ from ...engines.score import DotTerm, register_term
 from .. import checks
 from ..base import Host, MechanismLayer, Plan
 from .config import CollaborativeConfig
-from .reference import collaborative_scores, concatenated
+from .reference import collaborative_scores, concatenate_heads
 
 
 def collaborative_layer(
     config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None
 ) -> MechanismLayer:
-    """The layer that a config means: `FullLayer` without a rank, `SharedLayer` with one."""
+    """Return the layer for a config: `FullLayer` without a rank, else `SharedLayer`."""
     return (FullLayer if config.rank is None else SharedLayer)(config, host, mode, heads)
 
 
 class FullLayer(MechanismLayer):
-    """Every head reads the dimensions of all: S = scale · (q ∘ m_h) · k over the concatenated queries and keys.
+    """Let every head read the dimensions of all heads: S = scale · (q ∘ m_h) · k.
 
-    One parameter, `mixing` [H, H·d], zero at first: what m_h differs by from the indicator of the head's own
-    dimensions. Blend and replace are the same, since zero is the identity.
+    q and k are the concatenated queries and keys of all heads. The parameter `mixing` [H, H·d],
+    initialised to zero, is the difference of m_h from the indicator of the head's own dimensions.
+    Zero is the identity, so "blend" and "replace" are the same.
 
     Raises:
-        ValueError: a host with rotary positions, or one that does not tell its head dimension.
+        ValueError: The attention layer has rotary positions, or its head dimension is unknown.
     """
 
     honours_heads = True
@@ -44,7 +49,9 @@ class FullLayer(MechanismLayer):
         self.mixing = nn.Parameter(torch.zeros(known.heads, known.heads * known.head_dim))
 
     def change(self, plan: Plan) -> Plan:
-        mixing, mask = self.mixing.to(plan_dtype(plan)), self.head_mask(plan.call)
+        mixing = self.mixing.to(get_working_dtype(plan))
+        mask = self.head_mask(plan.call)
+        # Heads that are not chosen keep their own dimensions.
         change = mixing if mask is None else mixing * mask[:, None]
         return with_shared_score(plan, own_dimensions(mixing) + change)
 
@@ -53,13 +60,14 @@ class FullLayer(MechanismLayer):
 
 
 class SharedLayer(MechanismLayer):
-    """A converted host: its queries and keys hold R shared dimensions, and its keys after them the content bias.
+    """A converted attention layer whose queries and keys hold R shared dimensions.
 
-    The host's projections write them into rows of H·d numbers, as wide as the host expects, so that they pass through
-    its reshaping and its cache; what is not used is zero. One parameter, `mixing` [H, R].
+    The projections write them into rows of H·d numbers, so that they pass through the layer's
+    reshaping and its cache. In the keys, the content bias follows the shared dimensions. Unused
+    numbers are zero. The parameter is `mixing` [H, R].
 
     Raises:
-        ValueError: a host with rotary positions, or a rank above what there is.
+        ValueError: The attention layer has rotary positions, or the rank exceeds its dimensions.
     """
 
     def __init__(
@@ -72,46 +80,54 @@ class SharedLayer(MechanismLayer):
             raise ValueError(
                 f"collaborative with a rank shares the projections of all heads of {known.name}; allowed: heads=None"
             )
+        # Values come from the checkpoint or from `reset_parameters`.
         self.mixing = nn.Parameter(torch.empty(known.heads, config.rank or 0))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Every head its own block of dimensions: ordinary heads of dimension R / H."""
+        """Give every head its own block of dimensions: ordinary heads of dimension R / H."""
         init.copy_(self.mixing, own_dimensions(self.mixing))
 
     def change(self, plan: Plan) -> Plan:
-        return with_shared_score(plan, self.mixing.to(plan_dtype(plan)))
+        return with_shared_score(plan, self.mixing.to(get_working_dtype(plan)))
 
 
-def plan_dtype(plan: Plan) -> torch.dtype:
-    """What the host's queries and keys are computed in."""
+def get_working_dtype(plan: Plan) -> torch.dtype:
+    """Return the dtype in which the queries and keys of a plan are computed."""
     return working_dtype(plan.call.query, plan.call.key)
 
 
 def own_dimensions(mixing: Tensor) -> Tensor:
-    """As mixing vectors [H, width], with 1 at the dimensions of each head, as equal blocks as there are."""
+    """Return indicators [H, width] of each head's own block of dimensions."""
     heads, width = mixing.shape
+    # Integer division spreads the remainder over the heads if H does not divide the width.
     owner = torch.arange(width, device=mixing.device) * heads // width
     return (owner == torch.arange(heads, device=mixing.device)[:, None]).to(mixing.dtype)
 
 
 def with_shared_score(plan: Plan, mixing: Tensor) -> Plan:
-    """The plan with the score of heads that share R dimensions, by mixing vectors [H, R]."""
-    call, (heads, rank) = plan.call, mixing.shape
-    query, key = (concatenated(x, heads) for x in (call.query, call.key))
-    # rows that have room for it hold the content bias of every head after the shared dimensions
+    """Return the plan with the score of heads that share R dimensions."""
+    call = plan.call
+    heads, rank = mixing.shape
+    query, key = (concatenate_heads(x, heads) for x in (call.query, call.key))
+    # Keys with enough room hold the content bias of every head behind the shared dimensions.
     content = key[..., rank : rank + heads] if rank + heads <= key.shape[-1] else None
     score = shared_score(
-        query[..., :rank], key[..., :rank], mixing, call.scale, content, call.value.shape[1]
+        query=query[..., :rank],
+        key=key[..., :rank],
+        mixing=mixing,
+        scale=call.scale,
+        content=content,
+        key_heads=call.value.shape[1],
     )
     return plan.change(score=score)
 
 
 class SharedDotTerm(DotTerm):
-    """The dot product of features much wider than the values.
+    """The dot product of features that are much wider than the values.
 
-    A term of its own, so that engines made for features as wide as values leave it to the others: on CPUs torch's own
-    attention is up to 2.5 times as slow here as tiles of rows.
+    It is a term of its own, so that engines for features as wide as values do not take it. On CPUs,
+    torch's own attention is up to 2.5 times slower here than tiles of rows.
     """
 
     name = "shared_dot"
@@ -128,30 +144,44 @@ def shared_score(
     content: Tensor | None = None,
     key_heads: int = 1,
 ) -> PairScore:
-    """The score for engines: one product of mixed queries with keys that all heads share.
+    """Return the score for the engines: mixed queries times keys that all heads share.
 
-    The content bias rides in it: to the keys are appended the biases of all heads, to a head's queries a 1 at its own.
+    The content bias is part of the product. The biases of all heads are appended to the keys, and a
+    one-hot vector of the head to its queries.
 
     Args:
-        query: [B, N, R], key: [B, M, R]; mixing [H, R]; content [B, M, H] or None.
-        key_heads: heads of the values, for which the keys are repeated without a copy.
+        query: Shape [B, N, R].
+        key: Shape [B, M, R].
+        mixing: Shape [H, R].
+        scale: Scale of the logits.
+        content: Content bias, shape [B, M, H], or None.
+        key_heads: Number of value heads; the keys are expanded to it without a copy.
     """
-    dtype, heads = mixing.dtype, mixing.shape[0]
+    dtype = mixing.dtype
+    heads = mixing.shape[0]
     left = query.to(dtype)[:, None] * mixing[:, None]
     right = key
     if content is not None:
         ones = torch.eye(heads, dtype=dtype, device=query.device)[:, None].expand(
             *left.shape[:3], -1
         )
-        left, right = torch.cat([left, ones], -1), torch.cat([key, content], -1)
+        left = torch.cat([left, ones], -1)
+        right = torch.cat([key, content], -1)
+    # `expand` gives every value head the same keys without copying them.
     features = dot_score(left, right[:, None].expand(-1, key_heads, -1, -1), scale).features()
     logits = partial(collaborative_scores, query, key, mixing, scale, content)
     return PairScore(*features, (ScoreTerm(SHARED_DOT, logits, linear_features=lambda: features),))
 
 
 def check_host(host: Host | None, *dims: str) -> Any:
-    """The host; refuse rotary positions, which turn the dimensions of every head by themselves, and use by name."""
+    """Return the attention layer, if collaborative heads can be used in it.
+
+    Raises:
+        ValueError: It has rotary positions, which rotate the dimensions of every head separately,
+            or is unknown.
+    """
     known = checks.check_host("collaborative", host, *dims)
+    # Shared dimensions would mix channels that rotate at different angles.
     if known.rotary:
         raise ValueError(
             f"collaborative was given {known.name}, whose queries and keys are turned by rotary positions "
@@ -162,7 +192,7 @@ def check_host(host: Host | None, *dims: str) -> Any:
 
 
 def check_rank(rank: int | None, host: Host) -> None:
-    """Refuse a rank above the dimensions of all heads together."""
+    """Raise ValueError if the rank exceeds the dimensions of all heads together."""
     full = None if host.head_dim is None else host.heads * host.head_dim
     if full is None or rank is None or rank > full:
         raise ValueError(

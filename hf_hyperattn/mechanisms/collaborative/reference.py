@@ -1,17 +1,22 @@
-"""Collaborative heads: the score, as the paper has it (arXiv 2006.16362, sections 3.1 and 3.3).
+"""The score of collaborative heads by definition.
 
-With query x_i and key y_j, the heads' weights W_Q^h, W_K^h [d, D] and query biases b^h, the logit of head h is
+From arXiv 2006.16362, sections 3.1 and 3.3.
 
-    S_ij = (W_Q^h x_i + b^h) · (W_K^h y_j) / sqrt(d)            and, with a key bias, a term that is constant in the row
-         = x_i · (W_Q^h^T W_K^h) y_j / sqrt(d) + c_h · y_j / sqrt(d),      c_h = W_K^h^T b^h
+With query x_i, key y_j, the heads' weights W_Q^h, W_K^h [d, D] and query biases b^h, the logit of
+head h is
 
-The heads share projections W_Q, W_K [R, D], and head h weighs their dimensions by m_h [R]:
+    S_ij = (W_Q^h x_i + b^h) · (W_K^h y_j) / sqrt(d) = x_i · (W_Q^h^T W_K^h) y_j / sqrt(d) + c_h ·
+    y_j / sqrt(d),      c_h = W_K^h^T b^h
 
-    W_Q^h^T W_K^h  =  Σ_r  m_hr  w_Q,r  w_K,r^T,      S_ij = (q_i ∘ m_h) · k_j / sqrt(d) + c_h · y_j / sqrt(d)
+A key bias would only add a constant to each row. The heads share projections W_Q, W_K [R, D], and
+head h weights their dimensions by m_h [R]:
 
-which for R = H·d, all heads' dimensions side by side and m_h the indicator of the head's own, is the same attention.
-For fewer dimensions it is a CP decomposition of rank R of the stacked H matrices. c_h · y_j, the content bias, stays
-exact.
+    W_Q^h^T W_K^h  =  Σ_r  m_hr  w_Q,r  w_K,r^T,      S_ij = (q_i ∘ m_h) · k_j / sqrt(d) + c_h · y_j
+    / sqrt(d)
+
+For R = H·d, with the dimensions of all heads side by side and m_h the indicator of the head's own,
+this is ordinary attention. For smaller R it is a CP decomposition of rank R of the H stacked
+matrices. The content bias c_h · y_j stays exact.
 """
 
 from __future__ import annotations
@@ -24,14 +29,17 @@ from ...engines import repeat_heads, working_dtype
 def collaborative_scores(
     query: Tensor, key: Tensor, mixing: Tensor, scale: float, content: Tensor | None = None
 ) -> Tensor:
-    """Dense logits [B, H, N, M].
+    """Compute dense logits of collaborative heads.
 
     Args:
-        query: shared queries [B, N, R].
-        key: shared keys [B, M, R].
-        mixing: [H, R].
-        scale: 1/sqrt(d) of the heads as they were.
-        content: what each key adds to a head's logits, before scaling, [B, M, H].
+        query: Shared queries, shape [B, N, R].
+        key: Shared keys, shape [B, M, R].
+        mixing: Shape [H, R].
+        scale: 1/sqrt(d) of the original heads.
+        content: Addition of each key to a head's logits, before scaling, shape [B, M, H].
+
+    Returns:
+        Shape [B, H, N, M].
     """
     dtype = working_dtype(query, key)
     mixed = query.to(dtype)[:, None] * mixing.to(dtype)[:, None]
@@ -41,6 +49,14 @@ def collaborative_scores(
     return logits * scale
 
 
-def concatenated(x: Tensor, heads: int) -> Tensor:
-    """All heads' dimensions side by side: [B, Hkv, L, d] to [B, L, heads·d], each head repeated for its group."""
+def concatenate_heads(x: Tensor, heads: int) -> Tensor:
+    """Put all heads' dimensions side by side.
+
+    Args:
+        x: Shape [B, Hkv, L, d]; each head is repeated for its group.
+        heads: Number of query heads.
+
+    Returns:
+        Shape [B, L, heads·d].
+    """
     return repeat_heads(x, heads).transpose(1, 2).flatten(2)

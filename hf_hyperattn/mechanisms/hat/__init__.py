@@ -1,11 +1,14 @@
-"""Hierarchical Attention Transformers (arXiv 2210.05529): a conversion, see `hf_hyperattn.convert`."""
+"""Hierarchical Attention Transformers (HAT, arXiv 2210.05529).
+
+HAT is a conversion to another architecture, see `hf_hyperattn.convert`.
+"""
 
 from ...registry import Mechanism, register
 from .config import HatConfig
 
 
-def no_layer(config, host, mode, heads):
-    """HAT has no layer for a host."""
+def refuse_layer(config, host, mode, heads):
+    """Raise ValueError: HAT replaces the architecture and has no attention layer."""
     raise ValueError(
         "HatConfig changes the architecture; hf_hyperattn.convert(model, config) is for it"
     )
@@ -18,7 +21,7 @@ register(
         paper="An Exploration of Hierarchical Attention Transformers for Efficient Long Document Classification, "
         "arXiv 2210.05529",
         config=HatConfig,
-        layer=no_layer,
+        layer=refuse_layer,
         cross_attention=False,
     )
 )

@@ -1,4 +1,4 @@
-"""Hierarchical fusion of heads: attention over heads, before the output projection."""
+"""Head fusion: attention over heads, before the output projection."""
 
 from ...registry import Mechanism, register
 from .config import HeadFusionConfig

@@ -1,4 +1,4 @@
-"""Configuration of the fusion of heads."""
+"""The config of head fusion."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from ...config import MechanismConfig, option
 from ...fields import MOST_SEED
 
-#: Largest width of the query map where none is given; more than there are heads adds nothing to what it can say.
+#: Largest default width of the query map. More than the number of heads adds no expressive power.
 WIDEST = 16
 
 
 @dataclass(frozen=True)
 class HeadFusionConfig(MechanismConfig):
-    """Attention over heads: every token weighs the heads' outputs before the output projection joins them."""
+    """Attention over heads: every token weights the outputs of its heads.
+
+    The output projection then joins the weighted outputs.
+    """
 
     mechanism = "head_fusion"
 
     size: int | None = option(
         None,
-        f"numbers in a token's query for heads; None: one per head, at most {WIDEST}",
+        f"size of a token's query for heads; None: the number of heads, at most {WIDEST}",
         symbol="a",
         types=(int,),
         least=1,
@@ -27,11 +30,11 @@ class HeadFusionConfig(MechanismConfig):
     )
     spread: float = option(
         0.02,
-        "standard deviation of the query map where it starts; the heads' keys start at 0",
+        "initial standard deviation of the query map; the heads' keys start at 0",
         above=0,
     )
-    seed: int = option(0, "of the query map where it starts", least=0, most=MOST_SEED)
+    seed: int = option(0, "random seed of the query map", least=0, most=MOST_SEED)
 
     def size_for(self, heads: int) -> int:
-        """Numbers in a token's query, for a host with so many heads."""
+        """Return the size of a token's query, for a layer with this number of heads."""
         return self.size or min(heads, WIDEST)

@@ -1,11 +1,12 @@
-"""The weights of heads: attention over heads, for every token.
+"""The weights of head fusion by definition: attention over heads, for every token.
 
-With x_i the hidden state that enters the host at token i, W the query map, and for each head m a key kappa_m and a
-number b_m:
+Let x_i be the hidden state of token i that enters the layer, W the query map, and for each of the M
+heads kappa_m a key and b_m a number:
 
     a_i = W x_i        beta_i = softmax_m(a_i · kappa_m + b_m)        o_im <- M · beta_im · o_im
 
-over the M heads, before the output projection. kappa = 0 and b = 0 is the identity: every beta is 1/M.
+This is applied before the output projection. kappa = 0 and b = 0 is the identity: every beta is
+1/M.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from ...geometry.scalars import at_least
 
 
 def head_weights(hidden: Tensor, query_map: Tensor, kappa: Tensor, bias: Tensor) -> Tensor:
-    """beta, the share of every head at every token.
+    """Compute beta, the share of every head at every token.
 
     Args:
-        hidden: x, [B, N, width].
-        query_map: W, [size, width].
-        kappa: [M, size].
-        bias: b, [M].
+        hidden: x, shape [B, N, width].
+        query_map: W, shape [size, width].
+        kappa: Shape [M, size].
+        bias: b, shape [M].
 
     Returns:
-        [B, N, M], rows sum to 1; float32, or float64 if one of the arguments has it.
+        Shape [B, N, M], rows sum to 1; float32, or float64 if an argument is float64.
     """
     tensors = (hidden, query_map, kappa, bias)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
@@ -35,6 +36,9 @@ def head_weights(hidden: Tensor, query_map: Tensor, kappa: Tensor, bias: Tensor)
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Entropy in nats of weights [..., M], as [...]: from 0, one head has everything, to log(M), all have the same."""
-    # entr's derivative is infinite at 0, where a softmax may underflow
+    """Compute the entropy of weights [..., M] in nats, shape [...].
+
+    It is 0 if one head has all the weight, and log(M) for equal weights.
+    """
+    # `torch.special.entr` has an infinite derivative at 0, and a softmax can underflow to 0.
     return -(weights * at_least(weights, torch.finfo(weights.dtype).tiny).log()).sum(-1)

@@ -1,4 +1,7 @@
-"""Hierarchical Self-Attention (arXiv 2509.15448)."""
+"""Register Hierarchical Self-Attention (arXiv 2509.15448) as the mechanism "hsa".
+
+This module shows which config, layer and function belong to the name.
+"""
 
 from ...registry import Mechanism, register
 from .config import HsaConfig
@@ -15,6 +18,7 @@ register(
         layer=HsaLayer,
         functions={"hierarchical_attention": hierarchical_attention},
         names={"hsa": HsaConfig()},
+        # Blocks of keys and queries come from one tree over the same tokens.
         cross_attention=False,
     )
 )

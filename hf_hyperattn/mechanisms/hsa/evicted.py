@@ -1,7 +1,8 @@
-"""Queries against a cache that has evicted keys, in plain torch, where the compiled kernel does not serve.
+"""Attend to a cache that has evicted keys, in plain torch.
 
-What a query sees of the cache follows from places alone (docs/hsa.md), since nothing is refined: one softmax over what
-some query sees of all that is kept.
+This is the fallback if the compiled kernel cannot compute a call. This module shows how the
+cover of a query follows from its position (docs/hsa.md). Nothing is refined here, so one softmax
+over the kept tokens and means is enough.
 """
 
 from __future__ import annotations
@@ -27,67 +28,100 @@ def attend_evicted(
     scale: float,
     sink_logit: Tensor | None,
 ) -> Tensor:
-    """As `key_tied` with these levels, causal and without refinement, which needs what is gone.
+    """Compute `key_tied` with these levels, causal and without refinement.
+
+    Refinement would need scores of evicted keys.
 
     Args:
-        query: [B, H, N, d]; query i is token `offset + i` of the row. Other arguments as in `key_tied`.
+        query: [B, H, N, d]; query i is token `offset + i` of the row.
+        levels: Kept tokens and means.
+        near, sinks, block_bias, scale, sink_logit: As in `key_tied`.
+        offset: Number of tokens before the first query.
 
     Returns:
         [B, H, N, dv].
     """
-    like, queries = levels.keys[-1], query.shape[2]  # means: tokens may be in half precision
+    # The means decide dtype and device: tokens may be in half precision.
+    like, queries = levels.keys[-1], query.shape[2]
     starts = torch.zeros(1).long() if levels.starts is None else levels.starts
-    _, held = levels.held or (0, ((0, 0),) * len(levels.keys))
     starts = starts.to(like.device).view(-1, 1, 1, 1)
-    of_heads = lambda x, dtype: torch.as_tensor(x, dtype=dtype, device=like.device).reshape(
-        1, -1, 1, 1
-    )
+    _, held = levels.held or (0, ((0, 0),) * len(levels.keys))
+
+    def by_head(x, dtype) -> Tensor:
+        return torch.as_tensor(x, dtype=dtype, device=like.device).reshape(1, -1, 1, 1)
+
     place = torch.arange(offset, offset + queries, device=like.device).view(1, 1, -1, 1) - starts
-    near, sinks = (of_heads(x, torch.long) for x in (near, sinks))
-    added = of_heads(0.0 if block_bias is None else block_bias, like.dtype)
+    near, sinks = by_head(near, torch.long), by_head(sinks, torch.long)
+    added = by_head(0.0 if block_bias is None else block_bias, like.dtype)
+
+    # Collect keys, values and additive masks [B|1, H|1, N, columns] of every level.
     parts = []
-    for level, (key, value, (head, gone)) in enumerate(
-        zip(levels.keys, levels.values, held, strict=True)
-    ):
+    tables = zip(levels.keys, levels.values, held, strict=True)
+    for level, (key, value, (head, gone)) in enumerate(tables):
         row = torch.arange(key.shape[2], device=like.device)
+        # Rows behind the front stand `gone` places later in the text. Windows start at each row's
+        # first real token.
         index = torch.where(row < head, row, row + gone) - (0 if level else starts)
         seen = is_seen(levels.sizes, level, index, place, near, sinks)
-        bias = added + math.log(levels.sizes[level - 1]) if level else torch.zeros_like(added)
+        if level:
+            # Mean logit + log|B| + block bias.
+            bias = added + math.log(levels.sizes[level - 1])
+        else:
+            bias = torch.zeros_like(added)
+        # Leave out columns that no query of any row sees.
         shown = seen.flatten(0, 2).any(0)
         seen = seen[..., shown]
-        # what no query of a row sees may hold anything, also no number
+        # Rows of a table that no query of a batch row sees may hold NaN, which a weight of 0 would
+        # pass on.
         hidden = ~seen.flatten(1, 2).any(1)[:, None, :, None]
-        tables = (t[:, :, shown].masked_fill(hidden, 0.0) for t in (key, value))
-        parts.append((*tables, torch.where(seen, bias, -math.inf)))
+        key, value = (t[:, :, shown].masked_fill(hidden, 0.0) for t in (key, value))
+        parts.append((key, value, torch.where(seen, bias, -math.inf)))
     if sink_logit is not None:
-        nothing = (torch.zeros_like(t[:, :, :1]) for t in parts[0][:2])
-        parts.append((*nothing, of_heads(sink_logit, like.dtype).expand(-1, -1, queries, 1)))
+        # A key and a value of zeros give the sink's logit no value.
+        no_key, no_value = (torch.zeros_like(t[:, :, :1]) for t in parts[0][:2])
+        logit = by_head(sink_logit, like.dtype).expand(-1, -1, queries, 1)
+        parts.append((no_key, no_value, logit))
+
     keys, values, biases = zip(*parts, strict=True)
     batch, heads = (max(b.shape[axis] for b in biases) for axis in (0, 1))
     mask = torch.cat([b.expand(batch, heads, -1, -1) for b in biases], -1)
-    joined = torch.cat(keys, 2), torch.cat(values, 2)
     out = scaled_dot_product_attention(
-        query.to(like.dtype), *joined, attn_mask=mask, scale=scale, enable_gqa=True
+        query.to(like.dtype),
+        torch.cat(keys, 2),
+        torch.cat(values, 2),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=True,
     )
+    # A query that sees nothing gives 0. SDPA does not promise this on every device.
     return out.masked_fill(mask.isneginf().all(-1, keepdim=True), 0.0)
 
 
 def is_seen(
     sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor
 ) -> Tensor:
-    """Bool: whether causal queries at `place` attend to the blocks (level 0: tokens) `index` themselves.
+    """Return bool: whether causal queries attend to blocks of one level.
 
-    Places count from a row's first real token. Windows are continued to the right, so that what a query sees does not
+    The blocks of level 0 are tokens. Windows are continued to the right: what a query sees does not
     depend on how many tokens follow.
+
+    Args:
+        sizes: Window sizes, bottom first.
+        level: Level of the blocks.
+        index: Numbers of the blocks, which count from a row's first real token.
+        place: Places of the queries, which count likewise.
+        near, sinks: As in `is_open`.
     """
-    widths, start = (1, *sizes), place // sizes[0] * sizes[0]
+    widths = (1, *sizes)
+    start = place // sizes[0] * sizes[0]  # First token of the query's own window.
 
     def stands_open(level: int, index: Tensor) -> Tensor:
         first = index * widths[level]
-        return is_open(
-            first, start - (first + widths[level] - 1), first - (start + sizes[0] - 1), near, sinks
-        )
+        left = start - (first + widths[level] - 1)
+        right = first - (start + sizes[0] - 1)
+        return is_open(first, left, right, near, sinks)
 
+    # A node is used if it is closed (or a token), and its parent is open.
     if level:
         seen = ((index + 1) * widths[level] <= start) & ~stands_open(level, index)
     else:

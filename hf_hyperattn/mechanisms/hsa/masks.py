@@ -1,4 +1,7 @@
-"""What masks say of a call of HSA: where keys end, and the hierarchy over the tokens that are no padding."""
+"""Fit a hierarchy to the keys of one HSA call.
+
+This module shows how masks change the trees over which attention is tied.
+"""
 
 from __future__ import annotations
 
@@ -20,72 +23,94 @@ from .tree.key import leave_out_whole_windows, trees_of, windows_over
 def hierarchy_for(
     hierarchy: Hierarchy | Tensor | tuple[int, ...], batch: int, keys: int, is_causal: bool
 ) -> Hierarchy:
-    """What the caller gave, for a call of so many rows and keys; `cut` takes away what comes after them."""
+    """Return the caller's hierarchy, fitted to a batch.
+
+    Args:
+        hierarchy: A `Hierarchy`, group ids, or window sizes.
+        batch: Number of rows.
+        keys: Number of keys. In causal attention, trees may be longer than this (see
+            `cut_hierarchy`).
+        is_causal: Whether attention is causal.
+    """
     if isinstance(hierarchy, tuple):
-        make = Hierarchy.windows if torch.compiler.is_compiling() else windows
+        # A compiler cannot trace `lru_cache`.
+        make = Hierarchy.windows if torch.compiler.is_compiling() else make_windows
         return make(keys, hierarchy)
     hierarchy = as_hierarchy(hierarchy)
-    if (
-        is_causal and not hierarchy.is_windows
-    ):  # in a prompt that comes in chunks, groups stay as it grows
+    if is_causal and not hierarchy.is_windows:
+        # A prompt may come in chunks. Its trees cover the whole prompt from the first chunk on.
         keys = max(keys, hierarchy.length)
     return hierarchy.fitted(batch, keys, growing=is_causal)
 
 
-def cut(hierarchy: Hierarchy, keys: int) -> Hierarchy:
-    """Trees of which there are only the first `keys` tokens so far; leaves to come stay, and no query sees them."""
+def cut_hierarchy(hierarchy: Hierarchy, keys: int) -> Hierarchy:
+    """Return the trees over the first `keys` tokens.
+
+    Leaves of later tokens stay in the trees. They all refer to token `keys`, which no query sees.
+    """
     if hierarchy.length <= keys:
         return hierarchy
-    return Hierarchy(
-        keys, hierarchy.trees, tuple(places.clamp_max(keys) for places in hierarchy.tokens)
-    )
+    tokens = tuple(places.clamp_max(keys) for places in hierarchy.tokens)
+    return Hierarchy(keys, hierarchy.trees, tokens)
 
 
 @lru_cache(maxsize=16)
-def windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
-    """Windows without padding; one object for all layers, since what is worked out for it is kept with it."""
+def make_windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
+    """Return windows without padding, the same object for all layers.
+
+    Results are cached with a hierarchy object (see `layout_of`), so layers must share it.
+    """
     return Hierarchy.windows(length, sizes)
 
 
 def mask_is_causal(options: Options, is_causal: bool) -> bool:
-    """Whether the mask alone says what causal queries see, which then are the last tokens: so Transformers calls."""
+    """Return whether only the mask makes the call causal.
+
+    Transformers calls attention in this way. The queries are then the last tokens.
+    """
     return is_causal and not options.is_causal
 
 
-def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
-    """The hierarchy over the real tokens alone.
+def restrict_to_real(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
+    """Return the hierarchy over the real tokens.
 
-    A row of padding alone, which fills up a batch, keeps its hierarchy: nobody reads what it gets.
+    A row that holds padding only keeps its hierarchy. Its output is never used.
 
     Args:
-        hierarchy: of these tokens, and perhaps of some to come.
+        hierarchy: Trees over the tokens, and perhaps over tokens to come.
         real: bool [B, keys].
-        is_causal: then rows may be padding so far, such as the first chunk of a prompt with more of it at its left.
+        is_causal: Whether attention is causal. A row may then hold padding only so far, for example
+            in the first chunk of a left-padded prompt.
     """
     plain = hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None
-    return (_windows_over if plain else _trees_over)(hierarchy, real.cpu(), is_causal)
+    restrict = _restrict_windows if plain else _restrict_trees
+    return restrict(hierarchy, real.cpu(), is_causal)
 
 
-def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
+def _restrict_windows(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
+    """Return windows laid over the real tokens."""
     if bool(real.all()):
         return hierarchy
     there = real.any(1, keepdim=True)
     made = Hierarchy.windows(hierarchy.length, hierarchy.sizes or (), real | ~there)
-    if (
-        is_causal and made.starts is not None
-    ):  # windows of a row of padding begin after all that there is
+    if is_causal and made.starts is not None:
+        # Real tokens of these rows come later, so their windows start after all present tokens.
         made = replace(made, starts=made.starts.where(there[:, 0], hierarchy.length))
     if made.is_windows or not is_causal:
         return made
+    # Padding lies between real tokens. Causal windows must be complete, so continue each row's
+    # windows to the right.
     sizes = leave_out_whole_windows(hierarchy.sizes or (), max(map(len, made.tokens)))
-    rows = (windows_over(tokens, sizes, hierarchy.length, True) for tokens in made.tokens)
+    rows = [windows_over(tokens, sizes, hierarchy.length, True) for tokens in made.tokens]
     parts: Any = zip(*rows)
     return Hierarchy(hierarchy.length, *parts)
 
 
-def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
+def _restrict_trees(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
+    """Return trees without the leaves of padding."""
     ids = hierarchy.to_ids()
     ids = ids.expand(len(real), -1, -1) if len(ids) == 1 else ids
+    # The mask says nothing about tokens to come: the hierarchy does.
     real = torch.cat([real, ids[:, real.shape[1] :, 0] >= 0], 1)
     real = real | ~real.any(1, keepdim=True)
     if bool(((ids[..., 0] < 0) == ~real).all()):
@@ -93,55 +118,64 @@ def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarch
     return Hierarchy.from_ids(ids.masked_fill(~real[..., None], -1), hierarchy.kind_names)
 
 
-def laid_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
-    """Windows that begin again with every text.
+def lay_windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
+    """Return windows that start again with every text of a packed row.
 
     Args:
-        hierarchy: of windows over the tokens of a call.
-        texts: of its rows.
-        is_causal: then the windows of every text are continued until all are complete, see `trees_of`.
+        hierarchy: Windows over the tokens of a call.
+        texts: Texts of its rows.
+        is_causal: Whether attention is causal. The windows of every text are then continued until
+            all are complete, see `trees_of`.
     """
-    number, place, length = texts.number.cpu(), texts.place.cpu(), hierarchy.length
+    number, place = texts.number.cpu(), texts.place.cpu()
+    length = hierarchy.length
     sizes = leave_out_whole_windows(hierarchy.sizes or (), int(place.max()) + 1)
     if not is_causal:
-        of_windows = [window_ids(place.masked_fill(number < 0, -1), sizes)] if sizes else []
-        return Hierarchy.from_ids(torch.cat([number[..., None], *of_windows], -1))
+        places = place.masked_fill(number < 0, -1)
+        levels = [window_ids(places, sizes)] if sizes else []
+        # The text is the coarsest group: the root has one child for each text.
+        return Hierarchy.from_ids(torch.cat([number[..., None], *levels], -1))
     trees, tokens = [], []
     for row in number:
         of_texts = [(row == text).nonzero()[:, 0] for text in range(int(row.max()) + 1)]
+        # A causal query sees no other text, so complete windows of all texts can stand in one line
+        # of leaves.
         leaves = torch.cat([windows_over(text, sizes, length, True)[1] for text in of_texts])
         trees.append(windows_tree(len(leaves), sizes))
         tokens.append(leaves)
     return Hierarchy(length, tuple(trees), tuple(tokens))
 
 
-def without_first(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:
-    """The trees of causal queries under a mask, without the tokens that a cache has dropped.
+def drop_first_tokens(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:
+    """Return causal trees without the tokens that a cache has dropped.
 
-    Leaves of dropped tokens stay, and nobody sees them: so every block keeps its place, and one that is cut through is
-    not wholly visible. Whole windows of the top level that are gone are left out, so that the cost does not grow with
-    what is gone. Windows are continued to the right.
+    Leaves of dropped tokens stay, and no query sees them. Every block keeps its place, and a block
+    that loses some of its tokens is not wholly visible. Whole windows of the top level are left
+    out, so that the cost does not grow with the number of dropped tokens. Windows are continued to
+    the right.
 
     Args:
-        hierarchy: of the row from its beginning.
-        first: how many tokens of the row are gone.
-        sinks: the most that a head asks for.
+        hierarchy: Trees over the rows from their beginnings.
+        first: Number of dropped tokens of a row.
+        sinks: Largest `sinks` of all heads.
 
     Returns:
-        The hierarchy over the keys that are left, and whether the sinks are among the windows that were left out.
+        The hierarchy over the remaining keys, and whether the windows that were left out hold the
+        sinks.
     """
     skipped = False
     if hierarchy.is_windows:
         top = hierarchy.sizes[-1] if hierarchy.sizes else 1
         spans = torch.tensor([hierarchy.span(row) for row in range(hierarchy.rows)])
         skip = (first - spans[:, 0]).clamp_min(0) // top * top
+        # All rows must lose their sinks, because one rule serves all rows.
         skipped = bool((skip >= max(sinks, 1)).all())
         if skipped:
             hierarchy = replace(hierarchy, starts=spans[:, 0] + skip, stops=spans[:, 1])
-    left, trees, tokens = hierarchy.length - first, [], []
+    left = hierarchy.length - first
+    trees, tokens = [], []
     for tree, places in trees_of(hierarchy, True):
+        present = (places >= first) & (places < hierarchy.length)
         trees.append(tree)
-        tokens.append(
-            torch.where((places >= first) & (places < hierarchy.length), places - first, left)
-        )
+        tokens.append(torch.where(present, places - first, left))
     return Hierarchy(left, tuple(trees), tuple(tokens)), skipped

@@ -1,7 +1,11 @@
-"""The means of windows that a cache keeps for HSA, each computed once: what decoding reads.
+"""Keep the means of windows in a cache, each computed once.
 
-A generated token completes one window in w_1, of which one in w_2/w_1 completes one of the next level, so keeping all
-means up to date costs O(1) a token, and no tensor is copied whole for each.
+This module shows how means grow with the cache, and which tokens and means an evicting cache can
+forget.
+
+A generated token completes one window in w_1, and one in w_2/w_1 of these completes a window of the
+next level. Keeping all means up to date therefore costs O(1) per token, and no tensor is copied as
+a whole.
 """
 
 from __future__ import annotations
@@ -17,42 +21,46 @@ from .windowed.means import Levels
 
 
 class WindowMeans(KeptWithKeys):
-    """Means of the keys and values of a cache over complete windows of every level.
+    """Hold the means of cached keys and values over complete windows.
 
-    The cache holds them, so that they do not refer to it: it would be freed by the garbage collector alone.
+    The cache holds this object, so this object does not refer to the cache. Python then frees both
+    at once.
 
     Args:
-        cache: Whose tokens these are.
+        cache: Cache of the tokens.
         sizes: Window sizes, bottom first.
         starts: int64 [B], the first real token of every row, where windows start; None: 0.
     """
 
     def __init__(self, cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None):
         self.sizes, self.starts = sizes, starts
-        rooms = [tensor.room for tensor in cache.tokens]
-        dtype = working_dtype(rooms[0])
-        self.first = (
-            [0] * len(rooms[0]) if starts is None else starts.tolist()
-        )  # where every row starts
+        key_room, value_room = (tensor.room for tensor in cache.tokens)
+        dtype = working_dtype(key_room)
+        #: The first real token of every row, as numbers.
+        self.first = [0] * len(key_room) if starts is None else starts.tolist()
         self.means: list[Pair] = [
-            (GrowingTensor(rooms[0], dtype), GrowingTensor(rooms[1], dtype)) for _ in sizes
+            (GrowingTensor(key_room, dtype), GrowingTensor(value_room, dtype)) for _ in sizes
         ]
         self.blocks = [Blocks(list(self.first), size) for size in sizes]
-        self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
-            None  # all means, until more are complete
-        )
+        #: Views of all means, None after a change: making them for every token would slow down
+        #: decoding.
+        self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def has_evicted(self, cache: LayerCache) -> bool:
-        """Whether something is gone already."""
+        """Return whether any token or mean was evicted."""
         return any(t.gone for pair in (cache.tokens, *self.means) for t in pair)
 
-    def levels(self, cache: LayerCache) -> Levels:
-        """Return the tokens, in the dtype of the cache, and the means of all windows that are complete."""
-        # Windows of all levels end where one of the lowest ends.
-        if self.blocks and self.blocks[0].complete(cache.length) != self.blocks[0].counts:
+    def complete_levels(self, cache: LayerCache) -> Levels:
+        """Return the tokens and the means of all complete windows.
+
+        Tokens have the dtype of the cache.
+        """
+        # Windows of all levels end where a window of the lowest level ends, so only that level is
+        # checked.
+        if self.blocks and self.blocks[0].count_complete(cache.length) != self.blocks[0].counts:
             below, width = cache.tokens, 1
             for level, size in enumerate(self.sizes):
-                self._complete(level, below, width, cache.length)
+                self._append_means(level, below, width, cache.length)
                 below, width = self.means[level], size
             self.shown = None
         if self.shown is None:
@@ -60,47 +68,58 @@ class WindowMeans(KeptWithKeys):
                 tuple(k.view() for k, _ in self.means),
                 tuple(v.view() for _, v in self.means),
             )
-        tables = (cache.tokens, *self.means)
         keys, values = (
             (tokens.view(), *shown) for tokens, shown in zip(cache.tokens, self.shown, strict=True)
         )
         held = None
         if self.has_evicted(cache):
+            tables = (cache.tokens, *self.means)
             held = cache.length, tuple((k.head, k.gone) for k, _ in tables)
         return Levels(self.sizes, keys, values, self.starts, held=held)
 
-    def _complete(self, level: int, below: Pair, width: int, length: int) -> None:
-        """Add the means of windows that became complete, from what they consist of."""
+    def _append_means(self, level: int, below: Pair, width: int, length: int) -> None:
+        """Append the means of windows that became complete.
+
+        Args:
+            level: Level of the windows, 0 for the smallest.
+            below: Tokens, or means of the level below, which the means are computed from.
+            width: Number of tokens of a part of a window: 1, or the size of the level below.
+            length: Number of tokens in the cache.
+        """
         blocks = self.blocks[level]
-        before, counts = blocks.counts, blocks.complete(length)
+        before, counts = blocks.counts, blocks.count_complete(length)
         blocks.counts = counts
         if counts == before:
             return
         branching, gone = self.sizes[level] // width, below[0].gone
+        # Tokens count from the beginning of the row, means from its first real token.
         first = [0] * len(counts) if width > 1 else blocks.starts
         for mean, parts in zip(self.means[level], below, strict=True):
-            mean.extend(max(counts))
+            mean.set_length(max(counts))
             for row, (done, count, start) in enumerate(zip(before, counts, first, strict=True)):
+                if count <= done:
+                    continue
+                # A tensor without its evicted rows is shorter: places move to the front by their
+                # number.
                 inside = slice(start + done * branching - gone, start + count * branching - gone)
-                if count > done:
-                    new = parts.room[row, :, inside].unflatten(1, (count - done, branching))
-                    mean.room[row, :, done - mean.gone : count - mean.gone] = new.to(
-                        mean.room.dtype
-                    ).mean(2)
+                new = parts.room[row, :, inside].unflatten(1, (count - done, branching))
+                new = new.to(mean.room.dtype).mean(2)
+                mean.room[row, :, done - mean.gone : count - mean.gone] = new
 
     def before_append(self, cache: LayerCache) -> None:
-        """Forget what no query sees from here on, nor from `TAKEN_BACK` tokens before.
+        """Evict the rows that no later query sees.
 
-        What such a query sees below the top level has a parent that is open, which is a range round it, or holds one
-        of the first tokens.
+        The last `TAKEN_BACK` tokens may be removed again, so queries from there on count as later.
+        Below the top level, a query sees only children of open blocks. These are a range around the
+        query and, at the front, the blocks that hold one of the first tokens.
         """
         keep, starts = cache.keep, self.first
-        safe = cache.length - TAKEN_BACK
         if not isinstance(keep, KeepWindows):
             return
-        if (
-            safe <= max(starts) or safe < cache.shortest + self.sizes[0]
-        ):  # a window more, or nothing can go
+        safe = cache.length - TAKEN_BACK
+        # Only a new bottom window changes the open blocks. Before the latest row starts, nothing
+        # can be evicted.
+        if safe <= max(starts) or safe < cache.shortest + self.sizes[0]:
             return
         cache.shortest, self.shown = max(cache.shortest, safe), None
         for pair, width, parent in zip((cache.tokens, *self.means), (1, *self.sizes), self.sizes):
@@ -108,9 +127,11 @@ class WindowMeans(KeptWithKeys):
             for start in starts:
                 window = (safe - start) // self.sizes[0] * self.sizes[0]
                 open_from = first_near(window, keep.near) // parent * parent
-                front, shift = -(-keep.sinks // parent) * parent, start if width == 1 else 0
+                front = -(-keep.sinks // parent) * parent
+                shift = start if width == 1 else 0
                 first.append(shift + open_from // width)
                 head.append(shift + front // width)
+            # One table holds all rows of the batch, so only what no row needs can go.
             for tensor in pair:
                 tensor.evict(min(first), max(head))
 
@@ -122,45 +143,45 @@ class WindowMeans(KeptWithKeys):
             for mean in pair:
                 mean.length = max(blocks.counts)
 
-    def pick(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """See `KeptWithKeys`."""
         self.shown = None
         for blocks, pair in zip(self.blocks, self.means, strict=True):
-            blocks.pick(rows)
+            blocks.select_rows(rows)
             for mean in pair:
-                mean.pick(rows)
+                mean.select_rows(rows)
         self.first = [self.first[row] for row in rows.tolist()]
-        self.starts = (
-            None if self.starts is None else none_if_zero(self.starts[rows.to(self.starts.device)])
-        )
+        if self.starts is not None:
+            self.starts = none_if_zero(self.starts[rows.to(self.starts.device)])
 
 
-def levels_of(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None) -> Levels:
-    """Return the tokens of a cache, and the means of all windows that are complete.
+def read_levels(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None) -> Levels:
+    """Return the tokens of a cache, and the means of all complete windows.
 
     Args:
-        cache: Of a layer.
+        cache: Cache of a layer.
         sizes: Window sizes, bottom first.
         starts: int64 [B], the first real token of every row, where windows start; None: 0.
 
     Raises:
-        ValueError: Padding is not where it was, and the cache has forgotten tokens.
+        ValueError: Padding is at another place than before, and the cache has evicted tokens.
     """
     starts = none_if_zero(starts)
-    means = cache.kept("means", lambda: WindowMeans(cache, sizes, starts))
+    means = cache.get_kept("means", lambda: WindowMeans(cache, sizes, starts))
     same = starts is means.starts
     if starts is not None and means.starts is not None:
         same = torch.equal(starts, means.starts)
     if not (same and sizes == means.sizes):
+        # Other windows need other means, which can only be computed from all tokens.
         if means.has_evicted(cache):
             raise ValueError(
                 "HierarchicalCache(evict=True) was called with padding at another place than before; allowed: the "
                 "attention_mask of the earlier calls, continued"
             )
         cache.beside["means"] = means = WindowMeans(cache, sizes, starts)
-    return means.levels(cache)
+    return means.complete_levels(cache)
 
 
 def none_if_zero(starts: Tensor | None) -> Tensor | None:
-    """Where rows start, None where all do at 0."""
+    """Return the starts of rows, or None if all rows start at 0."""
     return starts if starts is not None and bool(starts.any()) else None

@@ -1,8 +1,12 @@
-"""Which blocks of a hierarchy are open to a query by where they stand (arXiv 2509.15448; docs/hsa.md).
+"""Decide by position which blocks of a hierarchy are open to a query.
 
-The definition in `reference.py` stands by itself. The compiled kernel computes the same in `find_standing`
-(engines/cpu/listed/windows.h), as ranges of windows. Everything else asks here: attention by trees, exported programs,
-caches that forget, counts of pairs, and sparse rules of nested windows.
+The rule is from arXiv 2509.15448; see docs/hsa.md. This module shows the rule of `near` and
+`sinks`, shared by trees, exported programs, evicting caches, pair counts and sparse rules of nested
+windows.
+
+The definition in `reference.py` does not use this module, so that tests can compare the two. The
+compiled kernel computes the same in `find_standing` (engines/cpu/listed/windows.h), as ranges of
+windows.
 """
 
 from __future__ import annotations
@@ -11,26 +15,40 @@ from typing import Any
 
 
 def is_open(first: Any, left: Any, right: Any, near: Any, sinks: Any) -> Any:
-    """Return whether blocks are open: they hold a first token, lie near the query's own window, or hold a token of it.
+    """Return whether blocks are open to a query by their position.
 
-    A block that is hidden in part from the query is open, too; what is hidden, the caller knows. All arguments are
-    integers, arrays or tensors that broadcast; the result is of their kind.
+    A block is open if it holds a first token, is near the query's own window, or shares a token
+    with it. A block that is partly hidden from the query is open, too. The caller must add this
+    rule. All arguments are integers, arrays or tensors that broadcast; the result is of the same
+    kind.
 
     Args:
-        first: the number of the first token of each block.
-        left: how far the query's own window lies behind the block's last token, from token to token; less than 1 where
-            the window begins in the block or before it.
-        right: how far the block's first token lies behind the window's last token, likewise.
-        near: a block is open if its distance is less than this number of tokens.
-        sinks: how many of the first tokens of the text open the blocks that hold them.
+        first: Number of the first token of each block.
+        left: Distance from the block's last token to the first token of the query's own window;
+            less than 1 if the window begins in the block or before it.
+        right: Distance from the window's last token to the block's first token; less than 1
+            likewise.
+        near: A block is open if its distance is less than this number of tokens.
+        sinks: Number of first tokens of the text that open the blocks that hold them.
     """
-    is_within = lambda limit: (left < limit) & (right < limit)
+
+    # A block lies on one side of the window. The distance on the other side is negative and always
+    # passes.
+    def is_within(limit):
+        return (left < limit) & (right < limit)
+
+    # With near=0, blocks that share a token with the window must still be open: their distances are
+    # below 1.
     return (first < sinks) | is_within(near) | is_within(1)
 
 
 def first_near(own: int, near: int) -> int:
-    """Return the first token at a distance of less than `near` from a window that begins with token `own`.
+    """Return the first token at a distance of less than `near` from a window.
 
     A block before the window is open if it ends at this token or later.
+
+    Args:
+        own: First token of the window.
+        near: As in `is_open`.
     """
     return max(0, own - max(near, 1) + 1)

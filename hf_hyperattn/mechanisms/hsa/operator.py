@@ -1,10 +1,14 @@
-"""HSA as one operator with its gradient, for the compiler and for export.
+"""Wrap HSA calls as one custom operator with its gradient.
 
-What a mask hides decides which tree is used, and a tree decides the shapes of all steps: the compiler can look into
-neither. So such a call is computed inside an operator as it is without a compiler. Its gradient computes it again, but
-over windows, which have a kernel for it.
-An operator's arguments are tensors, numbers and text, so a call comes apart: every tensor beside query, key and value
-has a name, and a hierarchy is windows' sizes and spans, or parents, kinds and tokens of trees.
+`torch.compile` and export need it. This module shows how masks and trees are hidden from the
+compiler, and how a call becomes tensors, integers and text.
+
+A mask decides which tree is used, and a tree decides the shapes of all steps, so the compiler can
+trace neither. Inside the operator, the call runs as it does without a compiler. The backward pass
+computes the call again with autograd; over windows the kernel has a backward pass of its own. The
+arguments of an operator are tensors, numbers and text. Every tensor except query, key and value
+therefore has a name. A hierarchy is passed as sizes and spans of windows, or as parents, kinds and
+tokens of trees.
 """
 
 from __future__ import annotations
@@ -24,22 +28,28 @@ from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
 from ...readable import can_read
 
-#: Between two names of tensors, and between the kinds of families in one name.
+# Separators of the names of tensors, and of the kinds of families in one name. No name contains
+# these characters.
 BREAK, NEXT = "\x1f", "\x1e"
+
+#: Names of tensors that make a hierarchy, before the first space of a name.
+HIERARCHY_NAMES = ("starts", "stops", "parents", "kinds", "tokens")
 
 Named = list[tuple[str, Tensor]]
 
 
 class Function(NamedTuple):
-    """What the operator can compute.
+    """Hold one function that the operator can compute.
 
     Args:
-        compute: from (query, key and value; named tensors; sizes; numbers; scale) to the output and a second tensor.
-        shape: of the second, from (query, key, numbers).
-        pairs: how many logits all heads of a row compute, for FLOP counters: from the shapes of the query, of the key
-            and, by name, of the named tensors, sizes and numbers.
-        backward: gradients of all tensors, or None for one, from (gradient of the output, both results, and the
-            arguments of `compute`). Where it is or gives None, autograd computes the function again.
+        compute: Takes (query, key and value; named tensors; sizes; numbers; scale). Returns the
+            output and a second tensor.
+        shape: Takes (query, key, numbers). Returns the shape of the second tensor.
+        pairs: Returns the number of logits of all heads of a row, for FLOP counters. Takes the
+            shapes of query and key, the shapes of the named tensors by name, sizes and numbers.
+        backward: Takes the gradient of the output, both results, and the arguments of `compute`.
+            Returns the gradients of all tensors, or None for a tensor without. If it is None or
+            returns None, autograd computes the function again.
     """
 
     compute: Callable
@@ -51,17 +61,24 @@ class Function(NamedTuple):
 FUNCTIONS: dict[str, Function] = {}
 
 
-def computes(name: str, shape: Callable, pairs: Callable, backward: Callable | None = None):
-    """Decorator: a function that the operator can compute; arguments as in `Function`."""
+def register_function(
+    name: str, shape: Callable, pairs: Callable, backward: Callable | None = None
+):
+    """Return a decorator that registers a function of the operator.
 
-    def register(compute):
-        FUNCTIONS[name] = Function(compute, shape, pairs, backward)
+    Args:
+        name: Name of the function.
+        shape, pairs, backward: As in `Function`.
+    """
+
+    def add_function(compute):
+        FUNCTIONS[name] = Function(compute=compute, shape=shape, pairs=pairs, backward=backward)
         return compute
 
-    return register
+    return add_function
 
 
-def call(
+def call_function(
     name: str,
     tensors: list[Tensor],
     named: Named,
@@ -69,14 +86,29 @@ def call(
     numbers: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """What the function of this name computes; gradients reach all floating tensors but the mask."""
+    """Compute a registered function.
+
+    Gradients reach all floating tensors except the mask.
+
+    Args:
+        name: Name of the function.
+        tensors: Query, key and value.
+        named: The other tensors.
+        sizes: Window sizes, bottom first; None: the hierarchy is in the named tensors.
+        numbers: Integers or booleans that the function reads.
+        scale: Factor of the products of queries and keys.
+
+    Returns:
+        The output [B, H, N, dv], and the second tensor of the function.
+
+    Raises:
+        ValueError: The call is exported to ONNX, which has no such operator.
+    """
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-    if (
-        can_read(*tensors)
-        and not torch.is_grad_enabled()
-        and not torch._C._len_torch_dispatch_stack()
-    ):
-        # such as decoding, of which dispatch is a good part; modes, such as FLOP counters, see the operator
+    no_graph = can_read(*tensors) and not torch.is_grad_enabled()
+    # Dispatch takes a good part of a decoding step, so skip it. Dispatch modes such as FLOP
+    # counters need the operator.
+    if no_graph and not torch._C._len_torch_dispatch_stack():
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     if torch.onnx.is_in_onnx_export():
         raise ValueError(
@@ -87,14 +119,18 @@ def call(
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)
 
 
-def flatten(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
-    """Sizes of windows, and named tensors: what `unflatten` makes the hierarchy of."""
+def flatten_hierarchy(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
+    """Return window sizes or None, and the named tensors of a hierarchy.
+
+    `unflatten_hierarchy` makes the hierarchy again.
+    """
     if hierarchy.sizes is not None:
         spans = ("starts", hierarchy.starts), ("stops", hierarchy.stops)
         return list(hierarchy.sizes), [(name, t) for name, t in spans if t is not None]
     named = []
     for tree, tokens in zip(hierarchy.trees, hierarchy.tokens):
         named += [
+            # Names of kinds are text, so they travel in the name of a tensor.
             ("parents " + NEXT.join(tree.kind_names), tree.parents),
             ("kinds", tree.kinds),
             ("tokens", tokens),
@@ -102,32 +138,43 @@ def flatten(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
     return None, named
 
 
-def unflatten(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarchy:
-    """The hierarchy again; the same object for the same content, so that its layout is made once."""
-    parts = [
-        (k, t)
-        for k, t in named
-        if k.split(" ")[0] in ("starts", "stops", "parents", "kinds", "tokens")
-    ]
-    content = tuple((key, t.cpu().numpy().tobytes()) for key, t in parts)
-    return _hierarchy_of(content, None if sizes is None else tuple(sizes), length)
+def unflatten_hierarchy(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarchy:
+    """Return the hierarchy that `flatten_hierarchy` flattened.
+
+    The same content gives the same object, so that its layout is made once.
+
+    Args:
+        named: Named tensors; those of other purposes are ignored.
+        sizes: Window sizes or None.
+        length: Number of tokens of a row.
+    """
+    parts = [(name, t) for name, t in named if name.split(" ")[0] in HIERARCHY_NAMES]
+    content = tuple((name, t.cpu().numpy().tobytes()) for name, t in parts)
+    return _make_hierarchy(content, None if sizes is None else tuple(sizes), length)
 
 
 @lru_cache(maxsize=16)
-def _hierarchy_of(
+def _make_hierarchy(
     content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...] | None, length: int
 ) -> Hierarchy:
+    """Return a hierarchy from the bytes of its tensors.
+
+    Bytes can be a key of the cache; tensors cannot.
+    """
     parts = [torch.frombuffer(bytearray(data), dtype=torch.long) for _, data in content]
     if sizes is not None:
         spans = dict(zip((name for name, _ in content), parts))
         return Hierarchy(length, sizes=sizes, starts=spans.get("starts"), stops=spans.get("stops"))
-    kinds = (tuple(name.partition(" ")[2].split(NEXT)) for name, _ in content[::3])
-    return Hierarchy(length, tuple(map(Tree, parts[::3], parts[1::3], kinds)), tuple(parts[2::3]))
+    # Each tree has three tensors: parents, kinds, tokens.
+    kind_names = (tuple(name.partition(" ")[2].split(NEXT)) for name, _ in content[::3])
+    trees = tuple(map(Tree, parts[::3], parts[1::3], kind_names))
+    return Hierarchy(length, trees, tuple(parts[2::3]))
 
 
 def _unflatten_call(
     tensors: Sequence[Tensor], names: str
 ) -> tuple[Function, Sequence[Tensor], Named]:
+    """Return the function, the features and the named tensors of a call."""
     function, *keys = names.split(BREAK)
     return FUNCTIONS[function], tensors[:3], list(zip(keys, tensors[3:], strict=True))
 
@@ -140,9 +187,18 @@ def hsa(
     numbers: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The operator: output [B, H, N, dv], and what else the function that `names` begins with computes."""
+    """Run the operator.
+
+    It returns the output [B, H, N, dv] and the second tensor of the function.
+
+    Args:
+        tensors: Query, key, value, and the named tensors.
+        names: Name of the function and of the named tensors, joined by `BREAK`.
+        sizes, numbers, scale: As in `call_function`.
+    """
     function, *arguments = _unflatten_call(tensors, names)
     out, second = function.compute(*arguments, sizes, numbers, scale)
+    # The fake implementation below promises contiguous results.
     return out.contiguous(), second.contiguous()
 
 
@@ -154,7 +210,7 @@ def _(tensors, names, sizes, numbers, scale):
 
 
 @torch.library.custom_op("hf_hyperattn::hsa_backward", mutates_args=())
-def backward(
+def compute_hsa_gradients(
     grads: Sequence[Tensor],
     results: Sequence[Tensor],
     tensors: Sequence[Tensor],
@@ -163,16 +219,26 @@ def backward(
     numbers: Sequence[int],
     scale: float,
 ) -> list[Tensor]:
-    """Gradients of all tensors that have some, zeros for the others."""
+    """Return the gradients of all tensors, zeros for tensors that have none.
+
+    Args:
+        grads: Gradients of the results.
+        results: Results of `hsa`.
+        tensors, names, sizes, numbers, scale: As in `hsa`.
+    """
     function, features, named = _unflatten_call(tensors, names)
-    with full_precision(grads[0].device):  # backward may be called under autocast
+    # A backward pass may run under autocast, which must not lower the precision here.
+    with full_precision(grads[0].device):
         gradients = None
         if function.backward is not None:
             gradients = function.backward(
                 grads[0], *results, features, named, sizes, numbers, scale
             )
         if gradients is None:
-            gradients = _by_autograd(function, grads, tensors, names, sizes, numbers, scale)
+            gradients = _gradients_by_autograd(
+                function, grads, tensors, names, sizes, numbers, scale
+            )
+    # An operator cannot return None in a list of tensors.
     return [
         torch.zeros_like(t, memory_format=torch.contiguous_format)
         if g is None
@@ -181,9 +247,14 @@ def backward(
     ]
 
 
-def _by_autograd(
+def _gradients_by_autograd(
     function: Function, grads, tensors: Sequence[Tensor], names: str, *rest
 ) -> list[Tensor | None]:
+    """Return the gradients of all tensors by running the function again.
+
+    Tensors that need no gradient have None.
+    """
+    # A mask needs no gradient: learned masks are refused before (`request.call_operator`).
     keys = [*["feature"] * 3, *names.split(BREAK)[1:]]
     learned = [
         t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)
@@ -191,55 +262,66 @@ def _by_autograd(
     with autograd_inside_operator():
         inputs = [t.detach().requires_grad_(learns) for t, learns in zip(tensors, learned)]
         results = function.compute(*_unflatten_call(inputs, names)[1:], *rest)
+        # Results such as detached weights have no gradient.
         results, grads = zip(*((t, g) for t, g in zip(results, grads) if t.requires_grad))
         leaves = [t for t, learns in zip(inputs, learned) if learns]
         of_leaves = iter(torch.autograd.grad(results, leaves, grads, allow_unused=True))
     return [next(of_leaves) if learns else None for learns in learned]
 
 
-@backward.register_fake
+@compute_hsa_gradients.register_fake
 def _(grads, results, tensors, *_):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
-def _save(ctx, inputs, output):
+def _save_call(ctx, inputs, output):
+    """Keep results and arguments for the backward pass."""
     tensors, *ctx.rest = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
-def _pullback(ctx, *grads):
+def _pull_back_gradients(ctx, *grads):
+    """Return the gradients of the arguments of `hsa`."""
     out, second, *tensors = ctx.saved_tensors
-    grads = backward([g.contiguous() for g in grads], [out, second], tensors, *ctx.rest)
+    grads = compute_hsa_gradients(
+        [g.contiguous() for g in grads], [out, second], tensors, *ctx.rest
+    )
     _, sizes, *_ = ctx.rest
-    none = (
-        [] if sizes is not None and not len(sizes) else None
-    )  # an empty list counts as one of tensors
+    # torch takes an empty list of sizes for an empty list of tensors, whose gradient must be a
+    # list.
+    none = [] if sizes is not None and not len(sizes) else None
     return grads, None, none, None, None
 
 
-hsa.register_autograd(_pullback, setup_context=_save)
-refuse_in_operator(backward, "hsa by its compiled kernel", "with tying='key' use backend='torch'")
+hsa.register_autograd(_pull_back_gradients, setup_context=_save_call)
+refuse_in_operator(
+    compute_hsa_gradients, "hsa by its compiled kernel", "with tying='key' use backend='torch'"
+)
 
 
-def _flops(
+def _count_flops(
     shapes: Sequence,
     names: str,
     sizes: Sequence[int] | None,
     numbers: Sequence[int],
     backward: bool,
 ) -> int:
-    """Of the products: two a logit, in the gradients five."""
+    """Return the FLOPs of all products.
+
+    Each logit needs two products forward and five backward.
+    """
     function, (query, key, value), named = _unflatten_call(shapes, names)
     width, value_width = query[3], value[3]
     each = 3 * width + 2 * value_width if backward else width + value_width
+    # A product of matrices [n, d] and [d, m] has 2·n·m·d FLOPs.
     return int(2 * query[0] * function.pairs(query, key, dict(named), sizes, numbers) * each)
 
 
 @register_flop_formula(hsa._opoverload._overloadpacket)
 def _(tensors, names, sizes, numbers, *_, **__) -> int:
-    return _flops(tensors, names, sizes, numbers, False)
+    return _count_flops(tensors, names, sizes, numbers, False)
 
 
-@register_flop_formula(backward._opoverload._overloadpacket)
+@register_flop_formula(compute_hsa_gradients._opoverload._overloadpacket)
 def _(grads, results, tensors, names, sizes, numbers, *_, **__) -> int:
-    return _flops(tensors, names, sizes, numbers, True)
+    return _count_flops(tensors, names, sizes, numbers, True)

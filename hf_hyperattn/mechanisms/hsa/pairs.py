@@ -1,4 +1,7 @@
-"""How much key-tied attention over windows computes: blocks and tokens per query, counted without computing any."""
+"""Count the logits of tied attention over windows.
+
+This module shows how near, sinks, refinement and window sizes determine the cost of HSA.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .open_blocks import is_open
 
 
 @lru_cache(maxsize=65536)
-def pairs(
+def count_pairs(
     length: int,
     sizes: tuple[int, ...],
     near: int,
@@ -22,42 +25,49 @@ def pairs(
     dropped: bool = False,
     compared: bool = True,
 ) -> int:
-    """Logits that one head computes over all queries of a text: tokens, closed blocks, and what refinement looks at.
+    """Return the number of logits of one head over all queries.
 
-    Ordinary attention has length² of them, or length · (length + 1) / 2 where causal.
+    These are logits of tokens, of closed blocks and of refinement candidates. Ordinary attention
+    has length² logits, or length · (length + 1) / 2 if causal.
 
     Args:
-        length: tokens of the text. sizes: of the windows, bottom first, each dividing the next.
-        near, sinks, top_k: as in `HsaConfig`.
-        dropped: whether closed blocks are dropped (block_bias -inf): without refinement nobody then looks at them.
-        compared: False leaves out the blocks that refinement opens, whose logits those of their children replace: then
-            it is the number of logits that enter the softmax.
+        length: Number of tokens of the text.
+        sizes: Window sizes, bottom first, each dividing the next.
+        near, sinks, top_k: As in `HsaConfig`; `top_k` is `refine_top_k`.
+        is_causal: Whether attention is causal.
+        dropped: Whether closed blocks are dropped (block_bias -inf). Without refinement, their
+            logits are not needed.
+        compared: If False, leave out blocks that refinement opens, because logits of their children
+            replace theirs. The result is then the number of logits in the softmax.
     """
     if not sizes or near >= length:
         return length * (length + 1) // 2 if is_causal else length**2
-    bottom, looked = sizes[0], top_k > 0 or not dropped
-    first = np.arange(0, length, bottom)[
-        :, None
-    ]  # of every bottom window: its queries have the same cover
+    bottom = sizes[0]
+    looked = top_k > 0 or not dropped
+    # All queries of a bottom window have the same cover, so count once for each window: `rows` is
+    # its queries.
+    first = np.arange(0, length, bottom)[:, None]
     rows = np.minimum(length - first[:, 0], bottom)
-    total, laid, open_above = (
-        np.zeros_like(rows),
-        np.zeros_like(rows),
-        np.ones((len(first), 1), bool),
-    )
+
+    # From the top level down. `laid` counts the children of blocks that refinement opened on the
+    # level above.
+    total = np.zeros_like(rows)
+    laid = np.zeros_like(rows)
+    open_above = np.ones((len(first), 1), bool)
     levels = zip(reversed((1, *sizes[:-1])), reversed(sizes), (None, *reversed(sizes[1:])))
     for below, size, above in levels:
-        start, own = np.arange(0, length, size), first // size * size
+        start = np.arange(0, length, size)
+        own = first // size * size
         there = start < own if is_causal else start != own
-        if above is not None:  # only the children of what is open stand here
+        if above is not None:
+            # Only children of open blocks are in the cover.
             there &= open_above.repeat(above // size, 1)[:, : len(start)]
-        opened = there & is_open(
-            start, first - (start + size - 1), start - (first + bottom - 1), near, sinks
-        )
+        left = first - (start + size - 1)
+        right = start - (first + bottom - 1)
+        opened = there & is_open(start, left, right, near, sinks)
         closed = there & ~opened
-        single = (closed & (start == length - 1)).sum(
-            1
-        )  # one token, at the ragged end: never opened
+        # A block of one token, at the ragged end, is that token: refinement never opens it.
+        single = (closed & (start == length - 1)).sum(1)
         free = closed.sum(1) + laid
         chosen = np.minimum(free - single, top_k)
         if looked:
@@ -69,7 +79,7 @@ def pairs(
     return int((rows * (total + tokens) + own_window).sum())
 
 
-def pairs_of_queries(
+def count_query_pairs(
     queries: int,
     keys: int,
     sizes: Sequence[int],
@@ -78,14 +88,31 @@ def pairs_of_queries(
     top_k: int,
     is_causal: bool,
 ) -> float:
-    """The logits of the last `queries` of `keys` tokens; arguments as in `pairs`."""
-    count = lambda length: pairs(length, tuple(sizes), near, sinks, top_k, is_causal)
+    """Return the number of logits of the last `queries` of `keys` tokens.
+
+    Args:
+        queries, keys: Numbers of queries and keys.
+        sizes, near, sinks, top_k, is_causal: As in `count_pairs`.
+    """
+
+    def count_text(length: int) -> int:
+        return count_pairs(length, tuple(sizes), near, sinks, top_k, is_causal)
+
     if is_causal:
-        return count(keys) - count(keys - queries)
-    return count(keys) * queries / keys
+        # Windows are continued to the right, so earlier queries have the same logits without the
+        # last ones.
+        return count_text(keys) - count_text(keys - queries)
+    return count_text(keys) * queries / keys
 
 
-def sibling_pairs(length: int, sizes: Sequence[int]) -> float:
-    """Logits of tying="both" over windows: those of siblings, one for two blocks."""
+def count_sibling_pairs(length: int, sizes: Sequence[int]) -> float:
+    """Return the number of logits of tying="both" over windows.
+
+    Each pair of siblings has one logit.
+
+    Args:
+        length: Number of tokens.
+        sizes: Window sizes, bottom first.
+    """
     widths = (1, *(size for size in sizes if size < length), length)
     return sum(length / low * (high / low) for low, high in zip(widths, widths[1:]))

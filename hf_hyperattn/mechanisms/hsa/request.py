@@ -1,4 +1,8 @@
-"""Attention tied over a hierarchy: one call, whatever its tying, score and masks (arXiv 2509.15448; docs/hsa.md)."""
+"""Compute one HSA call, whatever its tying, score and masks.
+
+This module shows how a call is prepared (score, hierarchy, mask, cache) and which implementation
+computes it.
+"""
 
 from __future__ import annotations
 
@@ -17,41 +21,50 @@ from . import operator, portable
 from .config import Rule
 from .evicted import attend_evicted
 from .masks import (
-    cut,
+    cut_hierarchy,
+    drop_first_tokens,
     hierarchy_for,
-    laid_by_text,
+    lay_windows_by_text,
     mask_is_causal,
-    restricted,
-    without_first,
+    restrict_to_real,
 )
-from .means_kept import levels_of
-from .pairs import sibling_pairs
-from .tree.both import both
+from .means_kept import read_levels
+from .pairs import count_sibling_pairs
+from .tree.both import attend_both
 from .windowed import native
 from .windowed.key import attend_levels, key_tied
 from .windowed.means import Levels
 
+#: The output [B, H, N, dv], and the weights [B, H, N, M] or None.
 Result = tuple[Tensor, Tensor | None]
+
+# The operator "tied" takes a list of integers (see `call_operator`). Shapes and FLOP counts read
+# these two of them.
+IS_BOTH, WEIGHTS = 3, 7
+# The integers before the three lists of one integer per head.
+SINGLE_NUMBERS = 9
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks besides its score, values and masks.
+    """Hold the options of an HSA call that are not its score, values or masks.
 
     Args:
-        hierarchy: of the M keys, as a `Hierarchy`, as group ids, or as window sizes; where attention is causal, of the
-            first keys, whose groups the others continue.
-        rule: how the call is tied.
-        is_causal: whether queries see only earlier keys, also where a mask says it.
+        hierarchy: Trees over the M keys: a `Hierarchy`, group ids, or window sizes. In causal
+            attention it may cover only the first keys; later keys continue its groups.
+        rule: Tying and its settings.
+        is_causal: Whether queries see only earlier keys, also if only the mask says so.
         backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`.
-        weights: also return the attention weights [B, H, N, M].
-        cache: where keys and values come from one that keeps means; they are used where the call allows it.
-        reading: what the mask of the call says; None: it is read here.
-        evicted: whether a cache that is of no use to this call has not kept all keys: those of the call then are
-            placeholders.
-        chunk: after every so many tokens of a row the host's own attention begins again; 1 where it may hide any.
-        position_ids: int64 [B|1, N] of the call, see `Reading.texts`.
-        scale: what products of queries and keys are multiplied with.
+        weights: Also return the attention weights [B, H, N, M].
+        cache: Cache of the keys and values that keeps means, or None. The means are used if the
+            call allows it.
+        reading: Facts read from the mask; None: read them in this call.
+        evicted: Whether a cache that this call cannot use has evicted keys. The keys of the call
+            are then placeholders.
+        chunk: The layer's own attention starts again after this many tokens of a row. 1 if it may
+            hide any token.
+        position_ids: int64 [B|1, N] of the call, see `Reading.find_texts`.
+        scale: Factor of the products of queries and keys.
     """
 
     hierarchy: Hierarchy | Tensor | tuple[int, ...]
@@ -67,66 +80,94 @@ class Request:
     scale: float = 1.0
 
 
-def hierarchical(score: PairScore, value: Tensor, options: Options, request: Request) -> Result:
-    """softmax(S')·V with logits tied over blocks of the hierarchy.
+def attend_hierarchically(
+    score: PairScore, value: Tensor, options: Options, request: Request
+) -> Result:
+    """Compute softmax(S')·V with logits tied over blocks of the hierarchy.
 
     Args:
-        score: must be linear in key features: a dot product, also with HyPE, or the squared Lorentz distance.
+        score: Must be linear in key features: a dot product, also with HyPE, or the squared Lorentz
+            distance.
         value: [B, Hkv, M, dv].
-        options: masks and the rest. With tying="both" a mask may hide padding only.
-        request: the hierarchy, and how the call is tied over it.
+        options: Masks and the other options of an engine. With tying="both" a mask may hide padding
+            only.
+        request: The hierarchy, and the tying over it.
 
     Returns:
         The output [B, H, N, dv], and the weights or None, in the working dtype.
 
     Raises:
-        ValueError: a score, softcap, mask, dropout or cache that the tying does not allow.
+        ValueError: The tying does not allow this score, softcap, mask, dropout or cache.
     """
     plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
     if plain and request.cache is not None and score.is_product:
-        # The cache has what stands for these keys: they need no other dtype.
-        query, key = score.raw_query.to(score.dtype) * score.scale, score.raw_key
+        # Attention reads the cache instead of these keys, so converting them to the working dtype
+        # is wasted work.
+        query = score.raw_query.to(score.dtype) * score.scale
+        key = score.raw_key
     else:
         query, key = linear_features(score)
-    value = repeat_heads(
-        value, key.shape[1]
-    )  # a term may have keys of its own for every query head
+    # A term may have different keys for every query head. Values then need as many heads.
+    value = repeat_heads(value, key.shape[1])
     if options.softcap is not None:
         raise ValueError(
-            "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
+            "hsa was called with a softcap, which is not linear in the keys; allowed: attention layers without "
+            "softcap"
         )
-    if (is_exporting() or is_transformed()) and portable.supports(query, key, options, request):
-        out, shares = portable.attend(query, key, value, options, request)
+    exporting = is_exporting() or is_transformed()
+    if exporting and portable.supports_call(query, key, options, request):
+        out, shares = portable.attend_densely(query, key, value, options, request)
         return out, shares if request.weights else None
     if is_transformed():
         raise ValueError(
-            "hsa was called inside torch.func's transforms, or for forward-mode derivatives, with what needs more than "
-            "plain operators; allowed: windows over a whole row, a bool mask or none, and refinement where it is causal"
+            "hsa was called inside torch.func's transforms, or for forward-mode derivatives, with options that need "
+            "more than plain operators; allowed: windows over a whole row, a bool mask or none, and refinement if "
+            "causal"
         )
     if not can_read(query, options.mask) and _needs_operator(options, request):
-        return compiled(query, key, value, options, request)
-    if request.cache is not None and not plain:  # its means are those of the host's keys
+        return call_operator(query, key, value, options, request)
+    if request.cache is not None and not plain:
+        # The cache keeps means of the layer's keys, not of the features of this score.
         request = replace(request, cache=None, evicted=request.cache.keep is not None)
     raw = score.raw_query, score.raw_key, value
-    if plain and score.is_product and request.rule.tying == "key" and all(map(native.reads, raw)):
-        query, key, request = (
-            score.raw_query,
-            score.raw_key,
-            replace(request, scale=float(score.scale)),
-        )
-    return tied(query, key, value, options, request)
+    if plain and score.is_product and request.rule.tying == "key":
+        if all(map(native.takes_dtype, raw)):
+            # The kernel multiplies bfloat16 tensors directly. It applies the scale to the float32
+            # products.
+            query, key = score.raw_query, score.raw_key
+            request = replace(request, scale=float(score.scale))
+    return attend_tied(query, key, value, options, request)
 
 
-def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
-    """`hierarchical` for features whose plain product is the score."""
+def attend_tied(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request
+) -> Result:
+    """Compute `attend_hierarchically` for features whose plain product is the score.
+
+    Args:
+        query: Features [B, H, N, e].
+        key: Features [B, H or Hkv, M, e].
+        value: [B, Hkv, M, dv].
+        options: As in `attend_hierarchically`.
+        request: As in `attend_hierarchically`.
+
+    Returns:
+        The output [B, H, N, dv], and the weights [B, H, N, M] or None.
+    """
     rule, is_causal = request.rule, request.is_causal
-    reading = (
-        read_mask(query, key, options, is_causal) if request.reading is None else request.reading
-    )
+    reading = request.reading
+    if reading is None:
+        reading = read_mask(query, key, options, is_causal)
     stop, dropped = reading.stop, reading.places.dropped
+
+    # Step 1: remove the empty slots of a static cache, which lie behind the last query's own key.
     spare = key.shape[2] - stop
-    key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
-    mask = mask if mask is None or stop >= mask.shape[-1] else mask[..., :stop]
+    key, value = key[:, :, :stop], value[:, :, :stop]
+    mask = options.mask
+    if mask is not None and stop < mask.shape[-1]:
+        mask = mask[..., :stop]
+
+    # Step 2: fit the hierarchy to the keys, and leave padding out of it.
     hierarchy = hierarchy_for(request.hierarchy, len(query), dropped + stop, is_causal)
     real, place = None, None
     if mask is not None:
@@ -136,25 +177,34 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
         else:
             there = reading.real_so_far if real is None else real
             hierarchy = restrict_once(hierarchy, there, reading, is_causal)
-    hierarchy = cut(hierarchy, dropped + stop)
+    hierarchy = cut_hierarchy(hierarchy, dropped + stop)
+
+    # Step 3: attend.
     if rule.tying == "both":
         key = key.to(query.dtype)
-        out, weights = tied_both(
-            query, key, value, replace(options, mask=mask), hierarchy, request, real
-        )
+        masked = replace(options, mask=mask)
+        out, weights = attend_tied_both(query, key, value, masked, hierarchy, request, real)
     else:
         if options.mask is not None:
-            options = replace(options, mask=mask if real is None or _learned(mask) else None)
-        out, weights = _tied_keys(query, key, value, options, hierarchy, request, reading, place)
-    # Where attention is not causal, a row of padding alone has the tree of a whole row.
+            # A mask that hides padding only is dropped: padding is in no tree, and the kernel takes
+            # no masks.
+            options = replace(options, mask=mask if real is None or _needs_gradient(mask) else None)
+        out, weights = _attend_tied_keys(
+            query, key, value, options, hierarchy, request, reading, place
+        )
+
+    # Step 4: zero causal rows that hold padding only. If not causal, such a row keeps the tree of a
+    # whole row.
     there = None if real is None or is_causal else real.any(1)[:, None, None, None]
     if there is not None and not bool(there.all()):
         out = out.masked_fill(~there, 0.0)
         weights = None if weights is None else weights.masked_fill(~there, 0.0)
-    return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
+    if weights is not None:
+        weights = torch.nn.functional.pad(weights, (0, spare))
+    return out, weights
 
 
-def _tied_keys(
+def _attend_tied_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -164,12 +214,21 @@ def _tied_keys(
     reading: Reading,
     place: Tensor | None = None,
 ) -> Result:
-    """Key tying, by the means of the cache where they are what the call is about; padding is in no tree."""
-    rule, mask, stop, dropped = request.rule, options.mask, key.shape[2], reading.places.dropped
+    """Attend with tying="key", from the cached means if the cache fits the call.
+
+    Args:
+        query, key, value, options, request: As in `attend_tied`, without empty slots.
+        hierarchy: Trees over the real keys; padding is in no tree.
+        reading: Facts read from the mask.
+        place: int64 [B, M], the number of each key in its text; None: its number in the row.
+    """
+    rule, mask = request.rule, options.mask
+    stop, dropped = key.shape[2], reading.places.dropped
     by_mask = mask_is_causal(options, request.is_causal)
     if mask is not None and by_mask:
-        most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
-        hierarchy, without_sinks = without_first(hierarchy, dropped, most)
+        hierarchy, without_sinks = drop_first_tokens(hierarchy, dropped, _find_largest(rule.sinks))
+        # Sinks count from the first leaf. Without the first windows they would open blocks of later
+        # tokens.
         rule = replace(rule, sinks=0) if without_sinks else rule
     ask = {
         "near": rule.near,
@@ -179,12 +238,8 @@ def _tied_keys(
         "sink_logit": options.sinks,
         "offset": stop - query.shape[2] if by_mask else options.offset,
     }
-    plain = (
-        mask is None
-        and not dropped
-        and not request.weights
-        and request.backend in ("auto", "native")
-    )
+    default_backend = request.backend in ("auto", "native")
+    plain = mask is None and not dropped and not request.weights and default_backend
     cache = request.cache
     if cache is not None and plain:
         out = attend_cached(query, key, cache, hierarchy, options, rule, ask)
@@ -195,6 +250,10 @@ def _tied_keys(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
             "mask, no gradients, no attention weights; or evict=False"
         )
+    bias = options.bias
+    if bias is not None:
+        # A bias with one column is the same for all keys, and softmax does not change.
+        bias = None if bias.shape[-1] == 1 else bias[..., :stop]
     return key_tied(
         query,
         key,
@@ -206,9 +265,7 @@ def _tied_keys(
         dropout_p=options.dropout_p,
         weights=request.weights,
         **ask,
-        bias=None
-        if options.bias is None or options.bias.shape[-1] == 1
-        else options.bias[..., :stop],
+        bias=bias,
         refine_top_k=rule.refine_top_k,
         backend=request.backend,
         place=place,
@@ -224,17 +281,23 @@ def attend_cached(
     rule: Rule,
     ask: dict,
 ) -> Tensor | None:
-    """The output by the means that a cache keeps; None where they are not what this call is about.
+    """Return the output from cached means, or None if they do not fit.
 
     Args:
+        query, key, hierarchy, options: As in `attend_tied`.
+        cache: Cache of the keys and values.
+        rule: Settings of the tying.
         ask: near, sinks, block_bias, scale, sink_logit and offset of the call.
+
+    Returns:
+        [B, H, N, dv] or None.
     """
     check_kept(cache, rule)
     levels = cached_levels(cache, options, hierarchy, key, ask["offset"] + query.shape[2])
-    # FLOP counters see operators alone.
+    # FLOP counters see only operators, so under a dispatch mode the call must go through one.
     if levels is None or (cache.keep is None and torch._C._len_torch_dispatch_stack()):
         return None
-    if levels.held is not None and not native.serves(query):
+    if levels.held is not None and not native.can_serve(query):
         return attend_evicted(query, levels, **ask)
     return attend_levels(
         query, levels, refine_top_k=rule.refine_top_k, is_causal=True, lse=False, **ask
@@ -242,16 +305,17 @@ def attend_cached(
 
 
 def check_kept(cache: LayerCache, rule: Rule) -> None:
-    """Raise where a cache has forgotten what this rule looks at, as after another patch.
+    """Raise if a cache has evicted keys that this rule needs.
+
+    This happens if the model was patched again after the cache was made.
 
     Raises:
-        ValueError: It opens more tokens than were kept, or opens blocks by their scores.
+        ValueError: The rule opens more tokens than were kept, or opens blocks by their scores.
     """
     keep = cache.keep
     if not isinstance(keep, KeepWindows):
         return
-    largest = lambda x: max(x) if isinstance(x, tuple) else x
-    near, sinks, top_k = map(largest, (rule.near, rule.sinks, rule.refine_top_k))
+    near, sinks, top_k = map(_find_largest, (rule.near, rule.sinks, rule.refine_top_k))
     if near > keep.near or sinks > keep.sinks or top_k:
         raise ValueError(
             f"{EVICTING} keeps {keep.near} near keys and {keep.sinks} first ones, and hsa asks for {near} and {sinks}, "
@@ -259,50 +323,78 @@ def check_kept(cache: LayerCache, rule: Rule) -> None:
         )
 
 
+def _find_largest(value) -> int:
+    """Return the largest number of all heads."""
+    return max(value) if isinstance(value, tuple) else value
+
+
 def restrict_once(
     hierarchy: Hierarchy, real: Tensor | None, reading: Reading, is_causal: bool
 ) -> Hierarchy:
-    """The hierarchy over the real tokens, made once for all layers."""
+    """Return the hierarchy over the real tokens, computed once for all layers.
+
+    Args:
+        hierarchy: Trees over the tokens of the call.
+        real: bool [B, keys]; None: all tokens are real.
+        reading: Facts of the mask, which keep the result.
+        is_causal: Whether attention is causal.
+    """
     if real is None:
         return hierarchy
+    # A mask can be read in two ways, and both results may be needed under one mask.
     name = real is reading.real_if_only_padding, is_causal
-    return reading.remember_of(hierarchy, name, lambda: restricted(hierarchy, real, is_causal))
+    make = lambda: restrict_to_real(hierarchy, real, is_causal)
+    return reading.make_once(hierarchy, name, make)
 
 
 def lay_under_mask(
     hierarchy: Hierarchy, reading: Reading, request: Request
 ) -> tuple[Hierarchy, Tensor | None]:
-    """The hierarchy under a mask that hides more than padding, and the number of each key in its text, int64 [B, M].
+    """Return the hierarchy under a mask that hides more than padding.
 
-    Windows begin with every text, of which the mask may pack several into a row; other trees are what the caller says
-    of the row. Numbers are None where rows hold one text.
+    Windows start again with every text if the mask packs several texts into a row. Other trees stay
+    as the caller defined them.
 
     Args:
-        hierarchy: of the keys that there are, and those that a cache has dropped.
-        reading: of the mask.
+        hierarchy: Trees over the present keys and the keys that a cache has dropped.
+        reading: Facts of the mask.
+        request: The request of the call.
+
+    Returns:
+        The hierarchy, and the number of each key in its text, int64 [B, M]; None if each row holds
+        one text.
     """
-    texts = reading.texts(request.chunk, request.position_ids)
-    if texts is not None and hierarchy.is_windows:
-        if request.chunk is not None:  # position_ids may be others in the next call
-            return laid_by_text(hierarchy, texts, request.is_causal), texts.place
-        lay = lambda: laid_by_text(hierarchy, texts, request.is_causal)
-        return reading.remember_of(hierarchy, ("texts", request.is_causal), lay), texts.place
-    return restrict_once(hierarchy, reading.real_so_far, reading, request.is_causal), None
+    is_causal = request.is_causal
+    texts = reading.find_texts(request.chunk, request.position_ids)
+    if texts is None or not hierarchy.is_windows:
+        return restrict_once(hierarchy, reading.real_so_far, reading, is_causal), None
+    lay = lambda: lay_windows_by_text(hierarchy, texts, is_causal)
+    if request.chunk is not None:
+        # The texts depend on position_ids here, which may change under the same mask: do not
+        # remember the result.
+        return lay(), texts.place
+    return reading.make_once(hierarchy, ("texts", is_causal), lay), texts.place
 
 
-def _learned(mask: Tensor | None) -> bool:
-    """Whether a mask wants a gradient, also one that hides padding and no more."""
+def _needs_gradient(mask: Tensor | None) -> bool:
+    """Return whether a mask needs a gradient, even if it hides padding only."""
     return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
 def cached_levels(
     cache: LayerCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int
 ) -> Levels | None:
-    """The means that a cache keeps, where they are what this call is about: None for other trees than windows, and
-    everything that windows do not know.
+    """Return the cached tokens and means, or None if the call cannot use them.
+
+    The means fit plain windows over all cached keys, without sliding window, bias, dropout and
+    gradients.
 
     Args:
-        end: one past the last query's token.
+        cache: Cache of the keys and values.
+        options: Options of the call.
+        hierarchy: Trees over the keys.
+        key: Keys of the call, [B, Hkv, M, d].
+        end: One past the last query's token.
     """
     length = cache.length
     windowed = options.window is not None and options.window < length
@@ -315,22 +407,30 @@ def cached_levels(
     starts, stops = hierarchy.starts, hierarchy.stops
     if stops is not None and bool((stops != length).any()):
         return None
-    return levels_of(
-        cache, hierarchy.sizes or (), starts if starts is None else starts.expand(key.shape[0])
-    )
+    starts = starts if starts is None else starts.expand(key.shape[0])
+    return read_levels(cache, hierarchy.sizes or (), starts)
 
 
-def tied_both(
+def attend_tied_both(
     query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real
 ) -> Result:
-    """`both`, after refusing what it has no meaning for."""
+    """Attend with tying="both", after refusing options that it cannot have.
+
+    Args:
+        query, key, value, options, request: As in `attend_tied`.
+        hierarchy: Trees over the real tokens.
+        real: bool [B, N] if the mask hides padding only, else None.
+
+    Raises:
+        ValueError: An option under which the queries of one block would differ.
+    """
     refused = {
         "causal attention": options.is_causal,
         "a sliding window": options.window is not None,
         "attention sinks": options.sinks is not None,
         "attention dropout": bool(options.dropout_p),
         "a mask that hides more than padding": options.mask is not None and real is None,
-        "a mask that wants a gradient": _learned(options.mask),
+        "a mask that wants a gradient": _needs_gradient(options.mask),
     }
     for name, there in refused.items():
         if there:
@@ -339,22 +439,24 @@ def tied_both(
                 "tying='key', or a call without it"
             )
     settings = dict(keep_diagonal=request.rule.keep_diagonal, position_bias=options.bias)
-    out = both(query, key, value, hierarchy, 1.0, **settings)
+    out = attend_both(query, key, value, hierarchy, 1.0, **settings)
     if not request.weights:
         return out, None
-    every = torch.eye(key.shape[2], dtype=out.dtype, device=out.device).expand(
-        *key.shape[:2], -1, -1
-    )
-    return out, both(query, key, every, hierarchy, 1.0, **settings)
+    # The algorithm never forms the weights P. With the identity as values, its output is P·I = P.
+    identity = torch.eye(key.shape[2], dtype=out.dtype, device=out.device)
+    identity = identity.expand(*key.shape[:2], -1, -1)
+    return out, attend_both(query, key, identity, hierarchy, 1.0, **settings)
 
 
 def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
-    """Features [B, H, N, e] and [B, H or Hkv, M, e] whose plain product is the score.
+    """Return features of queries and keys whose plain product is the score.
+
+    Their shapes are [B, H, N, e] and [B, H or Hkv, M, e].
 
     Raises:
-        ValueError: a term of the score is not linear in features of the key.
+        ValueError: A term of the score is not linear in features of the key.
     """
-    features = [_linear(score, term) for term in score.terms]
+    features = [_linear_term(score, term) for term in score.terms]
     if len(features) == 1:
         return features[0]
     queries, keys = zip(*features, strict=True)
@@ -363,11 +465,17 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     keys = tuple(
         repeat_heads(k, heads) if k.shape[1] > 1 else k.expand(-1, heads, -1, -1) for k in keys
     )
-    joined = lambda side: torch.cat([t.expand(batch, *t.shape[1:]) for t in side], -1)
-    return joined(queries), joined(keys)
+    # A sum of products is one product of the joined features.
+    return _join_features(queries, batch), _join_features(keys, batch)
 
 
-def _linear(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
+def _join_features(features: Sequence[Tensor], batch: int) -> Tensor:
+    """Return features of several terms as one tensor, for all rows of the batch."""
+    return torch.cat([t.expand(batch, *t.shape[1:]) for t in features], -1)
+
+
+def _linear_term(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
+    """Return the features whose plain product is one term of the score."""
     dtype, heads = score.query.dtype, score.query.shape[1]
     if term.term is DOT:
         left, right = score.query, score.key
@@ -375,6 +483,7 @@ def _linear(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
         left, right = term.linear_features()
     elif term.low_rank_factors is not None:
         left, right, row = term.low_rank_factors()
+        # A number per query is a product with a feature of the keys that is always 1.
         left = torch.cat([left, row[..., None]], -1)
         right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
     else:
@@ -388,31 +497,37 @@ def _linear(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
 
 
 def _needs_operator(options: Options, request: Request) -> bool:
-    """Whether a call that is being compiled has masks, biases or trees that the compiler cannot look into."""
+    """Return whether a compiled call must be hidden from the compiler.
+
+    Masks, biases and trees decide which shapes a call has, which the compiler cannot trace.
+    """
     rule, hierarchy = request.rule, request.hierarchy
     if options.mask is not None or isinstance(hierarchy, Tensor):
         return True
     if rule.tying == "both":
         return False
-    windows = isinstance(hierarchy, tuple) or hierarchy.is_windows
+    if not (isinstance(hierarchy, tuple) or hierarchy.is_windows):
+        return True
+    # Without causality, refinement may meet windows with a single child, which depend on the
+    # length.
+    if not request.is_causal and _refines(rule):
+        return True
+    return request.weights or options.window is not None or options.bias is not None
+
+
+def _refines(rule: Rule) -> bool:
+    """Return whether any head opens blocks by their scores."""
     top_k = rule.refine_top_k
-    chains = not request.is_causal and any(top_k if isinstance(top_k, tuple) else (top_k,))
-    return (
-        not windows
-        or chains
-        or request.weights
-        or options.window is not None
-        or options.bias is not None
-    )
+    return any(top_k if isinstance(top_k, tuple) else (top_k,))
 
 
-def compiled(
+def call_operator(
     query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request
 ) -> Result:
-    """As `tied`, as one operator.
+    """Compute `attend_tied` as one operator, which the compiler does not look into.
 
     Raises:
-        ValueError: dropout, or a mask with a gradient.
+        ValueError: Dropout, or a mask with a gradient.
     """
     if options.dropout_p:
         raise ValueError(
@@ -420,18 +535,18 @@ def compiled(
         )
     if options.mask is not None and options.mask.requires_grad:
         raise ValueError(
-            "hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias"
+            "hsa with a learned mask cannot be compiled; allowed: learn a position_bias instead"
         )
-    rule, hierarchy, heads = request.rule, request.hierarchy, query.shape[1]
-    block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device).expand(
-        heads
-    )
+    rule, hierarchy = request.rule, request.hierarchy
+    heads = query.shape[1]
+    block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device)
     extras = {
         "mask": options.mask,
         "bias": options.bias,
         "sinks": options.sinks,
-        "block_bias": block_bias,
+        "block_bias": block_bias.expand(heads),
     }
+    # A length of -1 stands for a hierarchy that is made from ids or sizes inside the operator.
     sizes: list[int] | None = None
     parts: operator.Named = []
     length = -1
@@ -440,49 +555,71 @@ def compiled(
     elif isinstance(hierarchy, tuple):
         sizes = list(hierarchy)
     else:
-        (sizes, parts), length = operator.flatten(hierarchy), hierarchy.length
-    counts = [
-        list(x) if isinstance(x, tuple) else [x] * heads
-        for x in (rule.near, rule.sinks, rule.refine_top_k)
-    ]
+        sizes, parts = operator.flatten_hierarchy(hierarchy)
+        length = hierarchy.length
+    # `_compute_tied` reads these by position.
     numbers = [
         length,
         options.offset,
         -1 if options.window is None else options.window,
-        rule.tying == "both",
+        rule.tying == "both",  # IS_BOTH
         rule.keep_diagonal,
         request.is_causal,
         options.is_causal,
-        request.weights,
+        request.weights,  # WEIGHTS
         request.chunk or 0,
-        *counts[0],
-        *counts[1],
-        *counts[2],
+        *_list_by_head(rule.near, heads),
+        *_list_by_head(rule.sinks, heads),
+        *_list_by_head(rule.refine_top_k, heads),
     ]
     parts = [(name, t) for name, t in extras.items() if t is not None] + parts
-    out, weights = operator.call("tied", [query, key, value], parts, sizes, numbers, 1.0)
+    out, weights = operator.call_function("tied", [query, key, value], parts, sizes, numbers, 1.0)
     return out, weights if request.weights else None
 
 
+def _list_by_head(value, heads: int) -> list[int]:
+    """Return one integer per head."""
+    return list(value) if isinstance(value, tuple) else [value] * heads
+
+
 def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tuple[int, ...]:
-    return (*query.shape[:3], key.shape[2]) if numbers[7] else (0,)
+    """Return the shape of the operator's second result.
+
+    It is the weights, or an empty tensor.
+    """
+    return (*query.shape[:3], key.shape[2]) if numbers[WEIGHTS] else (0,)
 
 
-def _pairs(query, key, named, sizes, numbers) -> float:
-    """Of tying="both" over windows those of siblings; else every query looks at every node."""
-    if numbers[3]:
-        return query[1] * (sibling_pairs(key[2], sizes) if sizes is not None else query[2] * key[2])
-    return query[1] * query[2] * key[2] * (1 + sum(1 / size for size in sizes or ()))
+def _count_pairs(query, key, named, sizes, numbers) -> float:
+    """Return how many logits a row has, from the shapes of its tensors."""
+    heads, queries, keys = query[1], query[2], key[2]
+    if not numbers[IS_BOTH]:
+        # A head looks at every node of the tree: at all tokens, and at keys / size windows of each
+        # size.
+        return heads * queries * keys * (1 + sum(1 / size for size in sizes or ()))
+    if sizes is None:
+        return heads * queries * keys
+    return heads * count_sibling_pairs(keys, sizes)
 
 
-@operator.computes("tied", _shape_of_weights, _pairs)
+@operator.register_function("tied", _shape_of_weights, _count_pairs)
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
-    length, offset, window, is_both, keep, is_causal, masked_causal, weights, chunk = numbers[:9]
-    (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
-    near, sinks, top_k = (
-        0 if is_both else tuple(numbers[9 + i * heads : 9 + (i + 1) * heads]) for i in range(3)
+    """Compute the operator "tied" from the arguments that `call_operator` wrote."""
+    query, key, value = tensors
+    extras, heads = dict(named), query.shape[1]
+    length, offset, window, is_both, keep, is_causal, masked_causal, weights, chunk = numbers[
+        :SINGLE_NUMBERS
+    ]
+    first = [SINGLE_NUMBERS + i * heads for i in range(3)]
+    near, sinks, top_k = (0 if is_both else tuple(numbers[i : i + heads]) for i in first)
+    rule = Rule(
+        tying="both" if is_both else "key",
+        keep_diagonal=bool(keep),
+        near=near,
+        sinks=sinks,
+        refine_top_k=top_k,
+        block_bias=extras["block_bias"],
     )
-    rule = Rule("both" if is_both else "key", bool(keep), near, sinks, top_k, extras["block_bias"])
     options = Options(
         mask=extras.get("mask"),
         bias=extras.get("bias"),
@@ -492,9 +629,17 @@ def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor
         sinks=extras.get("sinks"),
     )
     hierarchy = extras.get("ids")
-    if hierarchy is None:
-        hierarchy = tuple(sizes) if length < 0 else operator.unflatten(named, sizes, length)
-    # weights have no gradient inside the operator
-    request = Request(hierarchy, rule, bool(is_causal), weights=bool(weights), chunk=chunk or None)
-    out, shown = tied(query, key, value, options, request)
+    if hierarchy is None and length < 0:
+        hierarchy = tuple(sizes)
+    elif hierarchy is None:
+        hierarchy = operator.unflatten_hierarchy(named, sizes, length)
+    request = Request(
+        hierarchy=hierarchy,
+        rule=rule,
+        is_causal=bool(is_causal),
+        weights=bool(weights),
+        chunk=chunk or None,
+    )
+    out, shown = attend_tied(query, key, value, options, request)
+    # The weights have no gradient inside the operator.
     return out, out.new_empty(0) if shown is None else shown.detach()

@@ -1,4 +1,8 @@
-"""Multiple kernel learning: heads as kernels with learned weights, global or from the tokens, or summed into one."""
+"""Multiple kernel learning (MKL): attention heads as kernels with learned weights.
+
+Weights are global or computed from the tokens. The weighted kernels can be summed into one
+attention.
+"""
 
 from ...registry import Mechanism, register
 from .config import MklConfig

@@ -1,4 +1,4 @@
-"""Configuration of multiple kernel learning."""
+"""The config of multiple kernel learning."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ KINDS = get_args(Kind)
 
 @dataclass(frozen=True)
 class MklConfig(MechanismConfig):
-    """Multiple kernel learning: every head's logits weighted, by a softmax over heads."""
+    """Multiple kernel learning: a softmax over heads weights every head's logits."""
 
     mechanism = "mkl"
 
     kind: Kind = option(
         "global",
-        "weights of heads: global, one learned set; conditional, from the values of both tokens of a pair",
+        "weights of heads: global, one learned set; conditional, from the values of query and key token",
         symbol="β",
         choices=KINDS,
     )
@@ -30,18 +30,20 @@ class MklConfig(MechanismConfig):
 
     @property
     def positional(self) -> bool:
-        """Conditional weights ask for a query's own value."""
+        """Whether a query needs its own value: yes for conditional weights."""
         return self.kind == "conditional"
 
     @property
     def breaks(self) -> frozenset[str]:
-        """Conditional weights act on keys, and combined logits are of the keys of all heads."""
+        """Properties that the weights remove for other mechanisms."""
+        # Conditional weights scale each key, and with it terms that are constant in a row. Combined
+        # logits depend on the keys of all heads.
         conditional = {"keys_as_they_are", "free_of_rows"} if self.kind == "conditional" else set()
         return frozenset(conditional | ({"keys_as_they_are"} if self.combine else set()))
 
     @property
     def needs(self) -> dict[str, str]:
-        """What is weighted are logits of pairs."""
+        """Properties that the weights rely on."""
         return {
             "pairwise_logits": "the logits are of three tokens, and those that would be weighted are of two"
         }

@@ -1,4 +1,8 @@
-"""Multiple kernel learning inside a host."""
+"""Multiple kernel learning in an attention layer.
+
+`MklLayer` weights the logits of a call's plan; `combined_attention` computes one attention for all
+heads.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,20 @@ from .terms import weighted_score
 
 
 class MklLayer(MechanismLayer):
-    """Every head's logits, with whatever score and bias pieces are in them, times the head's weight; masks and sinks
-    come after. It starts as the identity in either mode, but for combine=True, which has none.
+    """Multiply every head's logits by the head's weight.
 
-    Parameters, zero at first: for kind="global" `beta` [heads], logits of the weights; for kind="conditional"
-    `value_map` [heads, kv heads · dv], which makes them of a token's value rows.
+    The logits include all score and bias terms. Masks and sinks are applied afterwards. The layer
+    starts as the identity in both modes, except with combine=True, which has no identity.
+
+    Parameters, initialised to zero:
+
+    - `beta` [heads], for kind="global": logits of the weights.
+    - `value_map` [heads, kv heads · dv], for kind="conditional": maps a token's values to logits of
+      the weights.
 
     Raises:
-        ValueError: combine=True with mode="blend" or with chosen heads; conditional weights in cross-attention, or
-            where nothing tells how wide values are.
+        ValueError: combine=True with mode="blend" or with a choice of heads; conditional weights in
+            cross-attention, or with unknown value width.
     """
 
     honours_heads = True
@@ -40,6 +49,7 @@ class MklLayer(MechanismLayer):
         super().__init__(config, host, mode, heads)
         known = check_host(config, host, mode, heads)
         self.host = known
+        # Zero logits give equal weights, M · 1/M = 1: the identity.
         if config.kind == "global":
             self.beta = nn.Parameter(torch.zeros(known.heads))
         else:
@@ -48,31 +58,38 @@ class MklLayer(MechanismLayer):
             )
 
     def change(self, plan: Plan) -> Plan:
-        score, options, column = plan.score, plan.options, None
+        score = plan.score
+        options = plan.options
+        column = None
         if self.config.kind == "global":
             row = head_weights(self.beta.to(score.dtype), self.heads)
-            row = row if plan.call.heads is None else plan.call.heads.rows(row)
+            row = row if plan.call.heads is None else plan.call.heads.slice_rank(row)
             score = scaled_score(score, row, options)
         else:
-            row, column = weights_of(plan.call, self.value_map, score.dtype, self.heads, self.host)
+            row, column = compute_conditional_weights(
+                plan.call, self.value_map, score.dtype, self.heads, self.host
+            )
+            # The softcap acts on the logits before their weights, so the weighted terms contain it.
             score = weighted_score(score, row, column, options.softcap)
             options = replace(options, softcap=None)
         if options.bias is not None:
-            bias = options.bias.reshape((1,) * (4 - options.bias.dim()) + tuple(options.bias.shape))
+            # The bias is a part of the kernel, so it gets the weight too.
+            missing = (1,) * (4 - options.bias.dim())
+            bias = options.bias.reshape(missing + tuple(options.bias.shape))
             options = replace(options, bias=weighted(bias.to(row.dtype), row, column))
         plan = plan.change(score=score, options=options)
+        # Only the engine call changes; masks and later stages stay as they are.
         if self.config.combine:
             return plan.change(attend=partial(combined_attention, plan.attend))
-        heads = score.kv_heads  # keys of their own for every query head, where keys are weighted
-        return (
-            plan
-            if plan.value.shape[1] == heads
-            else plan.change(value=repeat_heads(plan.value, heads))
-        )
+        # Weighted keys differ between the query heads of a group, so values need as many heads.
+        heads = score.kv_heads
+        if plan.value.shape[1] == heads:
+            return plan
+        return plan.change(value=repeat_heads(plan.value, heads))
 
     @property
-    def mixes_heads(self) -> bool:  # type: ignore[override]  # nobody sets it
-        """Conditional weights are made of the values of all heads."""
+    def mixes_heads(self) -> bool:  # type: ignore[override]  # read-only
+        """Whether a head reads the values of other heads."""
         return self.config.combine or self.config.kind != "global"
 
     def identical(self) -> bool:
@@ -80,16 +97,23 @@ class MklLayer(MechanismLayer):
 
 
 def scaled_score(score: PairScore, weight: Tensor, options: Options) -> PairScore:
-    """The score with a weight per head on every piece; that of a plain dot product goes into the query.
+    """Multiply every term of a score by a weight per head.
 
-    What may stand beside that product is what does not read it, such as HyPE.
+    The weight of a plain dot product is multiplied into the query, which keeps the engines for
+    plain dot products. The other terms must then not depend on that product; HyPE is an example.
+
+    Args:
+        score: The score.
+        weight: Weights of the heads, shape [H].
+        options: Options of the call.
     """
     first, *rest = score.terms
-    plain = first.term is DOT and first.gate is None and options.softcap is None
-    if not plain or any(t.low_rank_factors is None for t in rest):
+    is_plain = first.term is DOT and first.gate is None and options.softcap is None
+    if not is_plain or any(t.low_rank_factors is None for t in rest):
         return score.weighted(weight)
     others = replace(score, terms=tuple(rest)).weighted(weight).terms
     weighted_product = replace(first, definition=lambda: weighted(first.definition(), weight))
+    # Multiply in the weights' dtype and round once, as the docstring of `mkl_attention` promises.
     scaled = (score.raw_query.to(weight.dtype) * weight[:, None, None]).to(score.raw_query.dtype)
     return replace(score, raw_query=scaled, terms=(weighted_product, *others))
 
@@ -102,27 +126,27 @@ def combined_attention(
     backend: str = "auto",
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(Σ_m S^m)·V, the same weights for the values of every head.
+    """Compute softmax(Σ_m S^m)·V: one attention for the values of all heads.
 
-    Dot products of all heads are one dot product of all their dimensions. Other scores are talking heads of which only
-    one is left after the logits are mixed.
+    The sum of the heads' dot products is one dot product over the dimensions of all heads. Other
+    scores are computed as talking heads that mix the logits into a single head.
 
     Args:
-        attend: computes a pair score of one head, as `engines.attention` does.
-        score: the weighted kernels; features [B, H, N, d].
-        value: [B, Hkv, M, dv].
-        options: masks that are the same for all heads, and the bias of every head; no sinks.
-        backend, weights: as in `engines.attention`.
+        attend: Computes attention of a one-head score, like `engines.attention`.
+        score: The weighted kernels, with features [B, H, N, d].
+        value: Shape [B, Hkv, M, dv].
+        options: Masks that are equal for all heads, and the bias of every head; no sinks.
+        backend: As in `engines.attention`.
+        weights: As in `engines.attention`.
 
     Returns:
-        [B, H, N, dv], and the weights [B, H, N, M] where asked for.
+        Output [B, H, N, dv], and the weights [B, H, N, M] or None.
 
     Raises:
-        ValueError: sinks or masks that differ between heads.
+        ValueError: There are sinks, or masks that differ between heads.
     """
-    mask_per_head = (
-        options.mask is not None and options.mask.dim() == 4 and options.mask.shape[1] > 1
-    )
+    mask = options.mask
+    mask_per_head = mask is not None and mask.dim() == 4 and mask.shape[1] > 1
     for what, differs in (
         ("attention sinks, which differ between heads", options.sinks is not None),
         ("a mask for every head", mask_per_head),
@@ -132,15 +156,19 @@ def combined_attention(
                 f"mkl with combine=True makes one attention for all heads, and was called with {what}; allowed: "
                 "combine=False"
             )
-    heads, groups, width = score.shape[1], value.shape[1], value.shape[-1]
+    heads = score.shape[1]
+    groups, width = value.shape[1], value.shape[-1]
+    # One head of attention reads the values of all heads side by side.
     together = value.transpose(1, 2).flatten(2)[:, None]  # [B, 1, M, Hkv · dv]
     if options.softcap is None and all(t.term is DOT for t in score.terms):
         options = options if options.bias is None else replace(options, bias=combined(options.bias))
         out, shared = attend(
-            one_product(score), together, options, backend=backend, weights=weights
+            join_dot_products(score), together, options, backend=backend, weights=weights
         )
     else:
-        if is_recorded():  # plain torch, for programs without this package
+        # A recorded program must run without this package, so it may hold only plain torch
+        # operators.
+        if is_recorded():
             backend = "reference"
         out, shared = talking_heads(
             score,
@@ -151,12 +179,17 @@ def combined_attention(
             backend=backend if backend in BACKENDS else "auto",
             weights=weights,
         )
+    # Split the values of all heads again.
     out = repeat_heads(out[:, 0].unflatten(-1, (groups, width)).transpose(1, 2), heads)
     return out, shared if shared is None else shared.expand(-1, heads, -1, -1)
 
 
-def one_product(score: PairScore) -> PairScore:
-    """Dot products of all heads as one; queries of a group are summed, since they share their keys."""
+def join_dot_products(score: PairScore) -> PairScore:
+    """Join the dot products of all heads into one.
+
+    The queries of a group are summed, since they share their keys.
+    """
+    # Gates differ between heads, so they move into the queries.
     gates = [1.0 if t.gate is None else t.gate[:, None, None] for t in score.terms]
     query, key = score.features()
     query = (query * sum(gates)).unflatten(1, (key.shape[1], -1)).sum(2)
@@ -164,24 +197,30 @@ def one_product(score: PairScore) -> PairScore:
     return PairScore(q, k, (ScoreTerm(DOT, lambda: combined(total_logits(score))),))
 
 
-def weights_of(
+def compute_conditional_weights(
     call: HostCall, value_map: Tensor, dtype: torch.dtype, heads: tuple[int, ...] | None, host: Host
 ) -> tuple[Tensor, Tensor]:
-    """Conditional weights of queries [B, H, N] and of keys [B, H, M], from a linear image of a token's value rows.
+    """Compute conditional weights from a linear map of each token's values.
 
-    The value rows of a query are those of its own token: values are cached as they are made, are not rotated, and move
-    with the beams, so that generation with a cache sees the same ones.
+    A query uses the values of its own token. Cached values are neither rotated nor changed, and
+    they move with the beams, so generation with a cache sees the same weights.
 
     Args:
-        value_map: [H, Hkv · dv].
-        dtype: to compute in.
-        heads: that share the weights.
-        host: where the call is made.
+        call: The attention call.
+        value_map: Shape [H, Hkv · dv].
+        dtype: dtype of the computation.
+        heads: Heads that share the weights; None means all.
+        host: The attention layer.
+
+    Returns:
+        Weights of queries [B, H, N] and of keys [B, H, M].
 
     Raises:
-        ValueError: the call does not say which keys are the queries' own, or has values of another shape.
+        ValueError: The call does not say which keys belong to the queries, or its values have
+            another shape.
     """
-    value, n = call.value, call.query.shape[2]
+    value = call.value
+    n = call.query.shape[2]
     kv_heads, width = value.shape[1], value.shape[-1]
     if kv_heads * width != value_map.shape[1]:
         raise ValueError(
@@ -190,15 +229,19 @@ def weights_of(
             "layers=..."
         )
     start = call.first_query("mkl", host)
+    # A sum over value heads avoids a copy of the values with all heads side by side.
     by_kv_head = value_map.to(dtype).view(-1, kv_heads, width).transpose(0, 1)  # [Hkv, H, dv]
     keys = head_weights((by_kv_head @ value.to(dtype).mT).sum(1), heads)
+    # A start in a tensor is not read, so that the call stays traceable.
     if isinstance(start, int):
         return keys.narrow(2, start, n), keys
     return keys.index_select(2, torch.arange(n, device=keys.device) + start), keys
 
 
 def check_host(config: MklConfig, host: Host | None, mode: str, heads) -> Any:
-    """Refuse settings and hosts that the gates have no meaning for."""
+    """Raise ValueError if the settings do not fit the attention layer."""
+    # Conditional weights are a map of the values, whose width must be known before the first
+    # call.
     known = checks.check_host(
         "mkl", host, *(("value_dim",) if config.kind == "conditional" else ())
     )

@@ -1,13 +1,13 @@
-"""Multiple kernel learning: the definition. Heads are kernels, and their logits are weighted before softmax.
+"""Multiple kernel learning by definition: logits are weighted before the softmax.
 
-With M heads, S^m the logits of head m, and β a softmax over heads (multiple kernel learning with one set of weights,
-and its localized form, where weights depend on both tokens):
+Let M be the number of heads, S^m the logits of head m, and β a softmax over heads. There are one
+global set of weights, and a localized form whose weights depend on both tokens:
 
     global:       S^m_ij <- M·β_m · S^m_ij
     conditional:  S^m_ij <- (M·β_{i,m}) · (M·β_{j,m}) · S^m_ij
     combined:     S_ij = Σ_m of either, one attention for all heads
 
-Uniform β changes nothing but the combined form.
+With uniform β only the combined form differs from ordinary attention.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 
 def head_weights(beta: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
-    """M·softmax(beta) over the heads, axis 1 of [B, H, L] or the only one of [H].
+    """Return M·softmax(beta) over heads: axis 1 of [B, H, L], or the axis of [H].
 
     Args:
-        beta: logits of the weights.
-        heads: the M heads that share the weights; the others have weight 1. None: all.
+        beta: Logits of the weights.
+        heads: The M heads that share the weights; the others have weight 1. None means all.
     """
     axis = min(1, beta.dim() - 1)
     if heads is None:
@@ -32,12 +32,15 @@ def head_weights(beta: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
 
 
 def weighted(logits: Tensor, row: Tensor, column: Tensor | None = None) -> Tensor:
-    """The dense logits with their weights, [B, H, N, M].
+    """Multiply dense logits by their weights.
 
     Args:
-        logits: S, [B, H, N, M].
-        row: weights [H] for the global form, [B, H, N] for the conditional one.
-        column: weights [B, H, M] for the conditional form.
+        logits: S, shape [B, H, N, M].
+        row: Weights, shape [H] for the global form, [B, H, N] for the conditional one.
+        column: Weights of the keys, shape [B, H, M], for the conditional form.
+
+    Returns:
+        Shape [B, H, N, M].
     """
     if column is None:
         return logits * row[:, None, None]
@@ -45,5 +48,5 @@ def weighted(logits: Tensor, row: Tensor, column: Tensor | None = None) -> Tenso
 
 
 def combined(logits: Tensor) -> Tensor:
-    """The sum of weighted kernels, [B, 1, N, M]."""
+    """Return the sum of the weighted kernels, shape [B, 1, N, M]."""
     return logits.sum(1, keepdim=True)

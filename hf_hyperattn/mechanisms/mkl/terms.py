@@ -1,4 +1,7 @@
-"""The terms of a score times a number per query and one per key, as engines compute them on a tile."""
+"""Score terms multiplied by a weight per query and a weight per key.
+
+The engines evaluate these terms tile by tile, with the weights as statistics of rows and columns.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +25,44 @@ from .reference import weighted
 
 
 class WeightedTerm(Term):
-    """Another term, with a cap where there is one, times a weight of the row and one of the column, which come last.
+    """Another term, optionally capped, times a row weight and a column weight.
+
+    The weights are the last statistics of rows and columns.
 
     Args:
-        inner: the term.
-        cap: c of c·tanh(S/c), which acts on the inner logits; None for none.
+        inner: The term.
+        cap: c of c·tanh(S/c), applied to the inner logits; None for no cap.
     """
 
     def __init__(self, inner: Term, cap: float | None = None):
-        self.inner, self.cap = inner, cap
-        self.name = name_of(inner, cap)
-        self.rows, self.columns, self.heads = inner.rows + 1, inner.columns + 1, inner.heads
+        self.inner = inner
+        self.cap = cap
+        self.name = get_weighted_name(inner, cap)
+        self.rows = inner.rows + 1
+        self.columns = inner.columns + 1
+        self.heads = inner.heads
 
     def logits(self, dot, row, column, head, gap=None):
         part = self.inner.logits(dot, row[:-1], column[:-1], head, gap)
-        return self._capped(part) * row[-1] * column[-1]
+        return self._apply_cap(part) * row[-1] * column[-1]
 
-    def _capped(self, part: Tensor) -> Tensor:
+    def _apply_cap(self, part: Tensor) -> Tensor:
         return part if self.cap is None else self.cap * torch.tanh(part / self.cap)
 
     def vjp(self, dot, row, column, head, gap=None):
         part, pull = self.inner.vjp(dot, row[:-1], column[:-1], head, gap)
-        part = self._capped(part)
+        part = self._apply_cap(part)
         weight = row[-1] * column[-1]
 
         def pullback(grad):
             by_part = grad * part
+            # The weights are factors of each logit, so their gradients are sums over a row or
+            # column.
             d_row = (by_part * column[-1]).sum(-1, keepdim=True)
             d_column = (by_part * row[-1]).sum(-2, keepdim=True)
             d_part = grad * weight
             if self.cap is not None:
+                # The derivative of c·tanh(S/c) is 1 - tanh², and tanh is `part / c` here.
                 d_part = d_part * (1 - (part / self.cap).square())
             d_dot, d_rows, d_columns, *others = pull(d_part)
             return d_dot, (*d_rows, d_row), (*d_columns, d_column), *others
@@ -60,11 +71,12 @@ class WeightedTerm(Term):
 
 
 class WeightedDistanceTerm(WeightedTerm, DistanceTerm):
-    """The same of a term that reads distances, which are the inner one's."""
+    """A weighted term that reads the distances of its inner term."""
 
     def __init__(self, inner: DistanceTerm, cap: float | None = None):
         super().__init__(inner, cap)
         self.inner: DistanceTerm = inner
+        # The engines read this property of the distance directly.
         self.left_out = inner.left_out
 
     def by_product(self, dot, row, column, head):
@@ -78,38 +90,41 @@ class WeightedDistanceTerm(WeightedTerm, DistanceTerm):
 
     def score(self, dot, row, column, head, squared_distance):
         part = self.inner.score(dot, row[:-1], column[:-1], head, squared_distance)
-        return self._capped(part) * row[-1] * column[-1]
+        return self._apply_cap(part) * row[-1] * column[-1]
 
 
-def name_of(inner: Term, cap: float | None) -> str:
-    """How the weighted term is called among all terms."""
-    # a plus stands between the terms of a score
-    return (
-        f"weighted:{inner.name}"
-        if cap is None
-        else f"weighted@{cap!r}:{inner.name}".replace("+", "")
-    )
+def get_weighted_name(inner: Term, cap: float | None) -> str:
+    """Return the registered name of a weighted term."""
+    if cap is None:
+        return f"weighted:{inner.name}"
+    # "+" separates the terms in the key of a score, so a cap such as 1e+20 must not contain one.
+    return f"weighted@{cap!r}:{inner.name}".replace("+", "")
 
 
 def weighted_term(inner: Term, cap: float | None = None) -> Term:
-    """The weighted form of a term, registered with the engines when it is first used."""
+    """Return the weighted form of a term; register it with the engines on first use."""
+    # Engines treat distance terms differently, so a weighted one must be one too.
     kind: Any = WeightedDistanceTerm if isinstance(inner, DistanceTerm) else WeightedTerm
-    return TERMS.get(name_of(inner, cap)) or register_term(kind(inner, cap))
+    return TERMS.get(get_weighted_name(inner, cap)) or register_term(kind(inner, cap))
 
 
 def weighted_score(
     score: PairScore, row: Tensor, column: Tensor, cap: float | None = None
 ) -> PairScore:
-    """The score with every term weighted.
+    """Return a score with every term weighted.
 
-    A plain dot product takes the weights into its features; the weights of keys then give every query head keys of its
-    own. Other terms get the weights as one more statistic of rows and of columns.
+    A plain dot product takes the weights into its features. The keys then differ between the query
+    heads of a group. Other terms get the weights as one more statistic of rows and columns.
 
     Args:
-        row: [B, H, N], column: [B, H, M], in the score's dtype.
-        cap: the call's softcap, which the weighted terms then have in them.
+        score: The score.
+        row: Weights of queries, shape [B, H, N], in the score's dtype.
+        column: Weights of keys, shape [B, H, M], in the score's dtype.
+        cap: The call's softcap, which the weighted terms then contain.
     """
-    heads, first = score.shape[1], score.terms[0]
+    heads = score.shape[1]
+    first = score.terms[0]
+    # Scaled features keep the fast engines for dot products. A cap or gate forbids it.
     if cap is None and len(score.terms) == 1 and first.term is DOT and first.gate is None:
         query, key = score.features()
         term = ScoreTerm(DOT, partial(weighted_logits, first, row, column, None))
@@ -118,7 +133,9 @@ def weighted_score(
         )
     terms = []
     for index, term in enumerate(score.terms):
-        inner_cap, numbers = cap if index == 0 or term.capped else None, term.numbers()
+        # The softcap acts on the score itself and on terms that are marked as capped.
+        inner_cap = cap if index == 0 or term.capped else None
+        numbers = term.numbers()
         terms.append(
             ScoreTerm(
                 weighted_term(term.term, inner_cap),
@@ -134,6 +151,6 @@ def weighted_score(
 
 
 def weighted_logits(term: ScoreTerm, row: Tensor, column: Tensor, cap: float | None) -> Tensor:
-    """The definition of a weighted term."""
+    """Return the dense logits of a weighted term, by definition."""
     logits = term.definition()
     return weighted(logits if cap is None else cap * torch.tanh(logits / cap), row, column)

@@ -1,1 +1,4 @@
-"""Selection: which keys each query attends to, and what is known of the calls that ask."""
+"""Selection: where the tokens of a call stand, and the state that a cache keeps.
+
+HSA and sparse rules share this package.
+"""

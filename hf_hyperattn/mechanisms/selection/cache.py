@@ -1,8 +1,8 @@
-"""The one cache of an attention layer: its keys and values, what mechanisms keep beside them, and what is forgotten.
+"""`LayerCache`: keys and values of a layer, and state that mechanisms keep.
 
-A Transformers cache asks `LayerCache` to hold the tokens of a layer (integration/hierarchical_cache.py). Mechanisms
-plug in what they need at every token: HSA the means of windows, sparse rules the summaries of pages. Such things are
-`KeptWithKeys`: they follow when tokens are taken back or rows of the batch are chosen.
+A Transformers cache stores the tokens of a layer here (integration/hierarchical_cache.py).
+Mechanisms add state that follows the keys (`KeptWithKeys`): HSA the means of windows, sparse rules
+the summaries of pages.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from ...attached import attach, attached_to
 from ...readable import is_recorded
 from .growing import TAKEN_BACK, GrowingTensor
 
-#: (near, sinks): a head looks at its last `near` tokens and the first `sinks` tokens alone; None: it may look at any.
+#: (near, sinks): a head only sees its last `near` tokens and the first `sinks` tokens; None: it may
+#: see any.
 Reach = tuple[int, int] | None
-#: Calls with several queries whose last queries are remembered.
+#: Number of calls with several queries whose last queries are kept.
 CALLS = 16
 #: Keys and values.
 Pair = tuple[GrowingTensor, GrowingTensor]
-#: How errors name a cache that forgets tokens.
+#: The name in errors of a cache that evicts tokens.
 EVICTING = "HierarchicalCache(evict=True)"
 
 
 @dataclass(frozen=True)
 class KeepWindows:
-    """What has to be kept of a layer with Hierarchical Self-Attention that opens no blocks by their scores.
+    """The keys to keep for a layer with HSA that opens no blocks by score.
 
     Args:
-        sizes: Windows, bottom first, at least one.
-        near, sinks: The most that a head asks for.
+        sizes: Windows, smallest first, at least one.
+        near, sinks: The largest values among the heads.
     """
 
     sizes: tuple[int, ...]
@@ -41,29 +42,35 @@ class KeepWindows:
     sinks: int
 
 
-#: Which tokens must stay: `KeepWindows` under Hierarchical Self-Attention, a `Reach` for each key head under sparse
-#: rules, None for all tokens.
+#: Which tokens must stay: `KeepWindows` under Hierarchical Self-Attention, a `Reach` for each key
+#: head under sparse rules, None for all tokens.
 Keep = KeepWindows | tuple[Reach, ...] | None
 
 
+# State that follows the keys
+
+
 class KeptWithKeys:
-    """What a mechanism keeps beside the keys of a cache, which calls these methods to keep it in step with the keys."""
+    """State of a mechanism in a cache.
+
+    The cache calls these methods to keep it in step with the keys.
+    """
 
     def before_append(self, cache: LayerCache) -> None:
-        """Called before tokens are added to the cache that this belongs to."""
+        """Prepare for tokens that are about to be added to the cache."""
 
     def crop(self, length: int) -> None:
         """Take back all tokens but the first `length`."""
 
-    def pick(self, rows: Tensor) -> None:
-        """Take these rows of the batch, in this order: beams, or several answers to a prompt."""
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order (beams, repeated prompts)."""
 
 
 class Blocks(KeptWithKeys):
     """Counts the complete blocks of each row of the batch.
 
     Args:
-        starts: The first real token of each row; blocks begin there.
+        starts: First real token of each row; blocks begin there.
         size: Tokens of a block.
     """
 
@@ -71,28 +78,33 @@ class Blocks(KeptWithKeys):
         self.starts, self.size = starts, size
         self.counts = [0] * len(starts)
 
-    def complete(self, length: int) -> list[int]:
-        """Return how many blocks of each row are complete with so many tokens."""
+    def count_complete(self, length: int) -> list[int]:
+        """Return the number of complete blocks of each row in a cache of `length` tokens."""
         return [max(0, length - start) // self.size for start in self.starts]
 
     def crop(self, length: int) -> None:
         """See `KeptWithKeys`."""
-        self.counts = [*map(min, self.counts, self.complete(length))]
+        self.counts = [*map(min, self.counts, self.count_complete(length))]
 
-    def pick(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """See `KeptWithKeys`."""
         chosen = rows.tolist()
-        self.starts, self.counts = ([of[r] for r in chosen] for of in (self.starts, self.counts))
+        self.starts = [self.starts[row] for row in chosen]
+        self.counts = [self.counts[row] for row in chosen]
 
 
 class QueriesKept(KeptWithKeys):
-    """The last queries of a layer: a cache keeps keys, and a rule may select by queries before those of a call."""
+    """The last queries of a layer, for rules that select by earlier queries.
+
+    A Transformers cache keeps only keys and values.
+    """
 
     def __init__(self):
         self.queries: GrowingTensor | None = None
         self.first = 0  # the token of the first query that was ever added
-        #: The last queries of calls with several, such as a prompt, and the token after them: a cache can be taken back
-        #: to the end of these, however much was generated since.
+        #: The last queries of calls with several, such as a prompt, and the token after them. A
+        #: cache can be cropped back to the end of such a call, even if thousands of tokens were
+        #: generated since.
         self.prompts: list[tuple[int, Tensor]] = []
 
     def go_on(
@@ -106,20 +118,26 @@ class QueriesKept(KeptWithKeys):
         count: int,
         dropped: int,
     ) -> Tensor | None:
-        """Return the `least` queries before a call, None if they are not held, and remember the call's own.
+        """Return the `least` queries before a call, and remember the call's own.
 
-        As `recent.RecentQueries.go_on`, whose arguments it takes. The cache says itself what is taken back, so that no
-        keys need to be compared.
+        Arguments are as in `recent.RecentQueries.go_on`. No keys are compared, because the cache
+        itself reports tokens that are taken back.
+
+        Returns:
+            [B, H, least, d]; None if these queries are not held.
         """
+        # Queries that do not end where this call starts belong to other tokens.
         if self.queries is None or self.first + self.queries.length != start:
-            self.queries, self.first, self.prompts = GrowingTensor(query), start, []
+            self.queries = GrowingTensor(query)
+            self.first = start
+            self.prompts = []
         held = self.queries.view()
         before = held[:, :, held.shape[2] - least :] if held.shape[2] >= least > 0 else None
         self.queries.append(query.detach())
         if query.shape[2] > 1:
-            self.prompts.append(
-                (start + query.shape[2], self.queries.view()[:, :, -count:].clone())
-            )
+            # A copy: a view would keep the whole room alive.
+            last = self.queries.view()[:, :, -count:].clone()
+            self.prompts.append((start + query.shape[2], last))
             del self.prompts[:-CALLS]
         self.queries.evict(self.queries.length - count, 0)
         return before
@@ -131,22 +149,28 @@ class QueriesKept(KeptWithKeys):
         self.prompts = [
             (stop, queries) for stop, queries in self.prompts if stop - queries.shape[2] < length
         ]
-        left = length - self.first - self.queries.base  # of those that are held
+        # Number of held queries that are left.
+        left = length - self.first - self.queries.base
         self.queries.length = max(self.queries.base, min(self.queries.length, length - self.first))
+        # Go on from a prompt instead if it has more queries before the new end.
         for stop, queries in self.prompts:
             of_prompt = queries[:, :, : length - stop] if stop > length else queries
             if stop >= length and of_prompt.shape[2] > left:
-                self.queries, self.first = GrowingTensor(queries), length - of_prompt.shape[2]
+                self.queries = GrowingTensor(queries)
+                self.first = length - of_prompt.shape[2]
                 self.queries.append(of_prompt)
                 left = of_prompt.shape[2]
 
-    def pick(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """See `KeptWithKeys`."""
         if self.queries is not None:
-            self.queries.pick(rows)
+            self.queries.select_rows(rows)
             self.prompts = [
                 (stop, queries[rows.to(queries.device)]) for stop, queries in self.prompts
             ]
+
+
+# The cache
 
 
 @dataclass(eq=False)
@@ -162,11 +186,12 @@ Kept = TypeVar("Kept", bound=KeptWithKeys)
 
 
 class LayerCache:
-    """The keys and values of one layer, and what mechanisms keep beside them.
+    """The keys and values of one layer, and the state that mechanisms keep with them.
 
     Args:
-        key, value: [B, Hkv, n, d] and [B, Hkv, n, dv], for their shapes, dtypes and device; no token is added yet.
-        keep: What has to be kept, where the rest may be forgotten.
+        key, value: [B, Hkv, n, d] and [B, Hkv, n, dv], for their shapes, dtypes and device; no
+            token is added yet.
+        keep: The tokens to keep if others may be evicted; None: all.
     """
 
     def __init__(self, key: Tensor, value: Tensor, keep: Keep = None):
@@ -177,55 +202,64 @@ class LayerCache:
                 f"{EVICTING} was given {key.shape[1]} heads of keys and {value.shape[1]} of values, and the model was "
                 f"made for {len(self.reaches)}; allowed: evict=False"
             )
-        self.shortest = 0  # tokens that must be left when some are taken back
+        self.shortest = 0  # a crop must leave this many tokens
         self.beside: dict[Any, KeptWithKeys] = {}
         self.parts = []
+        # Heads with the same reach evict the same tokens, so they share a tensor.
         kinds = dict.fromkeys(self.reaches)
         for reach in kinds:
             heads = [h for h, other in enumerate(self.reaches) if other == reach]
-            # Values may have other heads than keys, as long as all are kept together.
-            pair = (
-                (key, value) if len(kinds) == 1 else (of_heads(key, heads), of_heads(value, heads))
-            )
-            self.parts.append(Part(heads, reach, (GrowingTensor(pair[0]), GrowingTensor(pair[1]))))
+            if len(kinds) == 1:
+                # Values may have another number of heads than keys, as long as all are kept
+                # together.
+                part_key, part_value = key, value
+            else:
+                part_key, part_value = slice_heads(key, heads), slice_heads(value, heads)
+            tokens = GrowingTensor(part_key), GrowingTensor(part_value)
+            self.parts.append(Part(heads=heads, reach=reach, tokens=tokens))
 
     @property
     def tokens(self) -> Pair:
-        """Keys and values, of the first part where there are several."""
+        """Keys and values of the first part, usually the only one."""
         return self.parts[0].tokens
 
     @property
     def length(self) -> int:
-        """Tokens of the rows: those that were added and not taken back, forgotten ones included."""
+        """Number of tokens that were added and not taken back, evicted ones included."""
         return self.tokens[0].length
 
     @property
     def has_evicted(self) -> bool:
-        """Whether some tokens were forgotten."""
+        """Whether some tokens were evicted."""
         return any(tensor.gone for part in self.parts for tensor in part.tokens)
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Add tokens [B, Hkv, n, d]."""
+        """Append tokens, [B, Hkv, n, d] and [B, Hkv, n, dv]."""
         for kept in self.beside.values():
             kept.before_append(self)
         for part in self.parts:
             for tensor, new in zip(part.tokens, (key, value), strict=True):
-                tensor.append(new if len(self.parts) == 1 else of_heads(new, part.heads))
+                tensor.append(new if len(self.parts) == 1 else slice_heads(new, part.heads))
 
-    def show(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values for Transformers to pass on; attention finds this cache by them.
+    def show_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values for Transformers to pass on.
 
-        Where some may be forgotten, they are NaN of the full length, for which masks are made: one number, expanded.
-        Attention then reads what is kept from the cache.
+        Attention finds this cache by these tensors. If tokens may be evicted, they are NaN of the
+        full length, and Transformers makes masks for this length. Attention then reads the kept
+        tokens from the cache.
         """
-        heads, tokens = len(self.reaches), self.tokens
-        key, value = (t.view() if self.keep is None else t.placeholder(heads) for t in tokens)
-        attach(key, self)
-        attach(value, self)
-        return key, value
+        key, value = self.tokens
+        if self.keep is None:
+            shown = key.view(), value.view()
+        else:
+            heads = len(self.reaches)
+            shown = key.make_placeholder(heads), value.make_placeholder(heads)
+        for tensor in shown:
+            attach(tensor, self)
+        return shown
 
-    def kept(self, name: Any, make: Callable[[], Kept]) -> Kept:
-        """Return what is kept under this name; `make` makes it at first."""
+    def get_kept(self, name: Any, make: Callable[[], Kept]) -> Kept:
+        """Return the state that is kept under a name; `make` creates it on first use."""
         if name not in self.beside:
             self.beside[name] = make()
         found: Any = self.beside[name]
@@ -235,7 +269,7 @@ class LayerCache:
         """Take back all tokens but the first `length`.
 
         Raises:
-            ValueError: More is to be taken back than can be.
+            ValueError: Tokens were evicted that would be read after such a crop.
         """
         if length < self.shortest:
             raise ValueError(
@@ -248,16 +282,18 @@ class LayerCache:
         for kept in self.beside.values():
             kept.crop(length)
 
-    def pick(self, rows: Tensor) -> None:
-        """Take these rows of the batch, in this order: beams, or several answers to a prompt."""
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order (beams, repeated prompts)."""
         for part in self.parts:
             for tensor in part.tokens:
-                tensor.pick(rows)
+                tensor.select_rows(rows)
         for kept in self.beside.values():
-            kept.pick(rows)
+            kept.select_rows(rows)
 
     def evict_unreachable(self, real: Tensor | None) -> None:
-        """Forget what no query looks at from here on, nor from `TAKEN_BACK` tokens before.
+        """Evict tokens that no later query can see, even after a crop.
+
+        A crop may take back up to `TAKEN_BACK` tokens.
 
         Args:
             real: Bool [B|1, M], the real tokens; None: all.
@@ -266,8 +302,11 @@ class LayerCache:
             if part.reach is None:
                 continue
             near, sinks = part.reach
-            keep_from, keep_first = self.length + 1 - near - TAKEN_BACK, sinks
-            if real is not None:  # rows share one tensor: what any of them needs is kept
+            if real is None:
+                keep_from = self.length + 1 - near - TAKEN_BACK
+                keep_first = sinks
+            else:
+                # Rows share one tensor: tokens stay if any row needs them.
                 count = real.cumsum(1)
                 keep_from = int((count <= count[:, -1:] + 1 - near - TAKEN_BACK).sum(1).min())
                 keep_first = int((count <= sinks).sum(1).max())
@@ -279,22 +318,25 @@ class LayerCache:
                 self.shortest = self.length - TAKEN_BACK
 
 
-def of_heads(tensor: Tensor, heads: list[int]) -> Tensor:
-    """Heads of [B, H, ...], as a view where they follow each other."""
+def slice_heads(tensor: Tensor, heads: list[int]) -> Tensor:
+    """Return some heads of [B, H, ...]; a view if they are consecutive."""
     first, last = heads[0], heads[-1]
     return tensor[:, first : last + 1] if last - first + 1 == len(heads) else tensor[:, heads]
 
 
-def layer_cache_of(key: Tensor, value: Tensor, mechanism: str, kind: type) -> LayerCache | None:
-    """Return the cache that keys and values come from; None if they do not both come from one, and in recorded calls.
+def find_layer_cache(key: Tensor, value: Tensor, mechanism: str, kind: type) -> LayerCache | None:
+    """Return the cache that keys and values come from.
 
     Args:
         key, value: Of an attention call.
         mechanism: The name for errors.
-        kind: The type of `LayerCache.keep` that the mechanism can read, if something may be forgotten.
+        kind: The type of `LayerCache.keep` that the mechanism can read, for a cache that may evict.
+
+    Returns:
+        The cache; None if keys and values do not come from the same one, and in recorded calls.
 
     Raises:
-        ValueError: The cache has not kept all, and the call reads something else than what it kept.
+        ValueError: The cache evicts for another mechanism.
     """
     if is_recorded():
         return None

@@ -1,4 +1,7 @@
-"""Tensors that tokens are added to one by one, and of which tokens are forgotten: what caches are made of."""
+"""`GrowingTensor`: the storage of a cache, which appends and evicts tokens.
+
+Eviction leaves the first tokens and the last ones. Indices of tokens never change.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from torch import Tensor
 
 from ...readable import is_recorded
 
-#: How many tokens can be taken back from what is kept in part, as assisted decoding does: the keys of a cache that
-#: evicts, and the queries that selections share.
+#: Number of tokens that can be taken back, as assisted decoding does, from what is only kept in
+#: part: the keys of a cache that evicts, and the queries that selections share.
 TAKEN_BACK = 64
 
 
 class GrowingTensor:
-    """A tensor [B, H, length, e] that tokens are added to; room grows by an eighth, so that adding costs O(1) a token.
+    """A tensor [B, H, length, e] that grows token by token.
 
-    Once some are evicted it holds the first `head` of them, and next to those the ones from `base` on.
+    After an eviction it holds the first `head` tokens, and next to them the tokens from `base` on.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None):
@@ -24,53 +27,61 @@ class GrowingTensor:
 
     @property
     def gone(self) -> int:
-        """How many are evicted."""
+        """Number of evicted tokens."""
         return self.base - self.head
 
     def view(self) -> Tensor:
-        """All that is held, [B, H, length - gone, e]."""
+        """Return all held tokens, a view [B, H, length - gone, e]."""
         return self.room[:, :, : self.length - self.gone]
 
-    def places(self) -> Tensor:
-        """Where what is held stands among all, int64."""
+    def find_places(self) -> Tensor:
+        """Return the index of each held token among all tokens, int64."""
         place = torch.arange(self.length - self.gone, device=self.room.device)
         return torch.where(place < self.head, place, place + self.gone)
 
-    def placeholder(self, heads: int) -> Tensor:
-        """NaN of the shape of all tokens, [B, heads, length, e]; it holds one number."""
+    def make_placeholder(self, heads: int) -> Tensor:
+        """Return NaN with the shape of all tokens, [B, heads, length, e].
+
+        It is one number, expanded.
+        """
         batch, _, _, width = self.room.shape
         return self.room.new_full((), float("nan")).expand(batch, heads, self.length, width)
 
-    def extend(self, length: int) -> None:
-        """Make it so long; what is new holds nothing in particular."""
+    def set_length(self, length: int) -> None:
+        """Make room for `length` tokens; the content of new ones is undefined."""
         needed = length - self.gone
-        # what was made under inference mode, torch lets nobody write to later
-        closed = (
+        # torch forbids writing to a tensor that was made under inference mode once that mode has
+        # ended. Then copy it.
+        is_closed = (
             not (is_recorded() or torch.is_inference_mode_enabled()) and self.room.is_inference()
         )
-        if needed > self.room.shape[2] or closed:
-            now = self.view()
-            self.room = now.new_empty(
-                (*now.shape[:2], max(needed, now.shape[2] * 9 // 8), now.shape[3])
-            )
-            self.room[:, :, : now.shape[2]] = now
+        if needed > self.room.shape[2] or is_closed:
+            held = self.view()
+            # The room grows by an eighth, so that appending a token costs O(1) on average.
+            size = max(needed, held.shape[2] * 9 // 8)
+            self.room = held.new_empty((*held.shape[:2], size, held.shape[3]))
+            self.room[:, :, : held.shape[2]] = held
         self.length = length
 
     def append(self, new: Tensor) -> None:
-        """Add tokens [B, H, n, e]."""
+        """Append tokens [B, H, n, e]."""
         start = self.length - self.gone
-        self.extend(self.length + new.shape[2])
+        self.set_length(self.length + new.shape[2])
         self.room[:, :, start : start + new.shape[2]] = new
 
     def evict(self, first: int, head: int) -> None:
-        """Forget those before `first` but the first `head`, if that frees a ninth of the room or more."""
+        """Evict the tokens before `first`, except for the first `head` ones.
+
+        Does nothing if less than a ninth of the tokens would be freed, so that copies are rare.
+        """
         if 9 * (first - self.base) < self.length - self.base:
             return
+        # After the first eviction the head cannot grow: the tokens behind it are gone.
         head = self.head if self.gone else max(self.head, min(head, first))
         held = self.view()
         self.room = torch.cat([held[:, :, :head], held[:, :, first - self.gone :]], 2)
         self.head, self.base = head, first
 
-    def pick(self, rows: Tensor) -> None:
-        """Take these rows of the batch."""
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
         self.room = self.view()[rows.to(self.room.device)]

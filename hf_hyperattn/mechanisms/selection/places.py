@@ -1,6 +1,7 @@
-"""The one reader of attention masks: where the queries of a call stand among its keys, and what is padding.
+"""The one reader of attention masks: where queries stand, and what is padding.
 
-What a mask says is read at most once for all layers of a model, and kept with the mask for as long as that lives.
+A mask is read at most once for all layers of a model. The result is stored for as long as the mask
+lives.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from ...readable import can_read
 
 @dataclass(frozen=True)
 class FirstKey:
-    """What the model says of the keys of a call, where it made the mask itself.
+    """Where the keys of a call begin and end, for masks that the model made itself.
 
     Args:
-        index: Tokens that the cache of a sliding window has dropped before key 0; None where that cannot be told.
-        attention_mask: The model's padding mask [B, dropped + M], or its beginning; None where there is none.
-        stop: How many of the keys of the call are there so far: behind them a static cache has empty slots. None: the
-            mask is of another make.
+        index: Number of tokens that the cache of a sliding window has dropped before key 0; None if
+            unknown.
+        attention_mask: The model's padding mask [B, dropped + M], or its beginning; None without
+            one.
+        stop: Number of keys so far; behind them a static cache has empty slots. None: the model did
+            not make the mask.
     """
 
     index: int | None = 0
@@ -39,32 +42,41 @@ class FirstKey:
 
     @property
     def is_known(self) -> bool:
-        """Whether the model has made the mask, so that its padding mask says all about padding."""
+        """Whether the model made the mask, so that its padding mask is complete."""
         return self.stop is not None
 
     @computed_once
     def keys(self) -> int | None:
-        """`stop` as a number."""
+        """`stop` as an integer, read from its tensor once."""
         return None if self.stop is None else int(self.stop)
 
-    def real(self, tokens: int) -> Tensor | None:
-        """Return bool [B, tokens], which of the first tokens of the rows are real; None without a padding mask."""
+    def read_real(self, tokens: int) -> Tensor | None:
+        """Return bool [B, tokens], the real ones among the first tokens of the rows.
+
+        None without a padding mask.
+        """
         mask = self.attention_mask
         if mask is None:
             return None
+        # Tokens after the end of the padding mask are real.
         return pad(mask[:, :tokens].bool(), (0, max(0, tokens - mask.shape[1])), value=True)
 
 
-#: Nothing is dropped.
+#: The default: nothing is dropped, and the model did not make the mask.
 START = FirstKey()
 
 
-def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | None:
-    """The mask that leaves only the keys an indexer chose: DeepSeek's sparse attention and its kin.
+def apply_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | None:
+    """Return a mask that also hides the keys that an indexer did not choose.
 
-    Under names other than "eager" and "sdpa" these families pass `indices` [B, N, top_k] beside the mask, which they
-    otherwise fold in themselves.
+    Args:
+        mask: Of the call; None: nothing is hidden.
+        indices: int64 [B, N, top_k], the chosen keys; None: no indexer.
+        keys: M.
     """
+    # DeepSeek's sparse attention and similar models: they pass `indices` under implementation names
+    # other than "eager" and "sdpa". Under these two names they apply the indices to the mask
+    # themselves.
     if indices is None:
         return mask
     chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
@@ -76,36 +88,47 @@ def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Te
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
-def before_indexer(first: FirstKey, mask: Tensor | None, batch: int, keys: int) -> FirstKey:
-    """`first` with what the mask says of padding before an indexer hides other keys in it."""
+def read_unindexed(first: FirstKey, mask: Tensor | None, batch: int, keys: int) -> FirstKey:
+    """Return `first` with the padding of a mask before `apply_indices`.
+
+    Afterwards, padding and keys that the indexer hides cannot be told apart.
+
+    Args:
+        first: Of the call.
+        mask: Of the call, before `apply_indices`; None: nothing is hidden.
+        batch, keys: B, M.
+    """
     if first.stop is not None or first.index is None:
         return first
     if mask is None:
         return FirstKey(first.index, stop=keys)
     real = read_visible(mask[..., :keys]).any(1).any(1).expand(batch, keys)
-    return FirstKey(
-        first.index, real, (real * torch.arange(1, keys + 1, device=real.device)).amax()
-    )
+    stop = (real * torch.arange(1, keys + 1, device=real.device)).amax()
+    return FirstKey(index=first.index, attention_mask=real, stop=stop)
+
+
+# What all layers share of a mask
 
 
 class KnownOfMask:
-    """What was read from a mask so far, and what the model said of it when it made it.
+    """Everything that is known of a mask: the facts read so far, and its `FirstKey`.
 
     Args:
-        mask: The mask; it is not kept.
-        first: What the model said.
-        is_ours: Whether `family_mask` made it for a call of a model. Nobody changes such a mask.
+        mask: The mask. No reference to it is stored.
+        first: Where its keys begin and end.
+        is_ours: Whether `family_mask` made it for a call of a model. Such a mask is never changed.
     """
 
     def __init__(self, mask: Tensor, first: FirstKey = START, is_ours: bool = False):
         self.first, self.is_ours = first, is_ours
-        # Nobody but its model sees a mask of ours. The memory of others may be changed without a trace, as by numpy.
+        # Only its model sees a mask of ours. Other masks may be changed without a new version, for
+        # instance by numpy, so their content is compared.
         self.content = None if is_ours else mask.detach().clone()
         self.version = None if mask.is_inference() else mask._version
         self.readings: dict[tuple, dict[Any, Any]] = {}
 
-    def fits(self, mask: Tensor) -> bool:
-        """Whether the mask is as it was."""
+    def is_unchanged(self, mask: Tensor) -> bool:
+        """Return whether the mask is as it was."""
         if self.content is None:
             return mask.is_inference() or self.version == mask._version
         return self.content.shape == mask.shape and torch.equal(self.content, mask)
@@ -113,32 +136,37 @@ class KnownOfMask:
 
 @lru_cache(maxsize=8)
 def facts_without_mask(about: tuple) -> dict[Any, Any]:
-    """Return the facts of calls of this kind that have no mask, whose position says all.
+    """Return the facts of calls of this kind without a mask.
 
-    `lru_cache` returns the same dict for the same kind, and callers add to it: a table of the last 8 kinds of calls.
+    They depend only on the sizes of the call.
+
+    Args:
+        about: The kind of call, see `find_facts`.
     """
+    # `lru_cache` returns the same dict for the same kind, and callers add to it. So this is a table
+    # of 8 kinds.
     return {}
 
 
-def known_facts(mask: Tensor | None, key: Tensor, first: FirstKey, about: tuple) -> dict[Any, Any]:
-    """Return the facts that were read for calls of this kind with this mask, to which more can be added.
+def find_facts(mask: Tensor | None, key: Tensor, first: FirstKey, about: tuple) -> dict[Any, Any]:
+    """Return the facts read so far for calls of this kind with this mask.
+
+    Callers add more to the dict.
 
     Args:
-        mask: The mask of a call, or None.
+        mask: Of a call; None: none.
         key: Of the call.
-        first: What the model says of the keys.
-        about: All else that the facts depend on.
+        first: Where its keys begin and end.
+        about: The kind of call: everything else that the facts depend on.
     """
     if not can_read(key, mask):
         return {}
-    about = (
-        *about,
-        torch.is_inference_mode_enabled(),
-    )  # what was made in it cannot be used for gradients later
+    # Tensors made in inference mode cannot be used for gradients later.
+    about = (*about, torch.is_inference_mode_enabled())
     if mask is None:
         return facts_without_mask(about) if first is START else {}
     known = attached_to(mask, KnownOfMask)
-    if known is None or not known.fits(mask):
+    if known is None or not known.is_unchanged(mask):
         known = KnownOfMask(mask, START if known is None else known.first)
         attach(mask, known)
     return known.readings.setdefault(about, {})
@@ -146,18 +174,20 @@ def known_facts(mask: Tensor | None, key: Tensor, first: FirstKey, about: tuple)
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What the mask of a call says, and what its position says where there is no mask.
+    """A reader of the mask of a call.
+
+    Without a mask, the sizes of the call tell where its queries stand.
 
     Args:
-        mask: Bool (True = take part) or additive, [B|1, H|1, N|1, M]; None where nothing is hidden by it.
+        mask: Bool (True = take part) or additive, [B|1, H|1, N|1, M]; None: it hides nothing.
         batch, queries, keys: B, N, M.
         device: Of the keys.
-        is_causal: Whether queries see only earlier keys.
+        is_causal: Whether queries see no key after their own.
+        first: Where the keys begin and end.
         by_position: Whether causality is not in the mask: query i sees no key after `offset` + i.
         offset: See `by_position`.
-        grows: Whether this is a prefix LM, which is not causal, and whose queries are the newest keys all the same.
-        first: What the model says of the keys.
-        facts: What was read already, for all layers.
+        grows: Whether this is a prefix LM: it is not causal, but its queries are the newest keys.
+        facts: Results that were read already, shared by all layers.
     """
 
     mask: Tensor | None
@@ -174,52 +204,66 @@ class Reading:
 
     @property
     def given(self) -> Tensor:
-        """The mask, for what is asked only where there is one."""
+        """The mask, for methods that are only called if there is one."""
         assert self.mask is not None
         return self.mask
 
-    def remember(self, name: Any, read: Callable) -> Any:
-        """Return `read()`, which is called once for all layers."""
+    def read_once(self, name: Any, read: Callable) -> Any:
+        """Return `read()`, which is called once for all layers.
+
+        Args:
+            name: Of the fact.
+            read: Computes it.
+        """
         if name not in self.facts:
             self.facts[name] = read()
         return self.facts[name]
 
-    def remember_of(self, hierarchy: Hierarchy, name: Any, make: Callable) -> Hierarchy:
+    def make_once(self, hierarchy: Hierarchy, name: Any, make: Callable) -> Hierarchy:
         """Return `make()`, which is called once for all layers that have this hierarchy.
 
         Args:
-            hierarchy: What the result is made from.
-            name: Tells results of one hierarchy apart.
+            hierarchy: Source of the result.
+            name: Of the result, among the results of this hierarchy.
             make: Makes the result.
         """
-        made = self.remember("hierarchies", WeakKeyDictionary).setdefault(hierarchy, {})
+        made = self.read_once("hierarchies", WeakKeyDictionary).setdefault(hierarchy, {})
         if name not in made:
             result = make()
-            made[name] = (
-                None if result is hierarchy else result
-            )  # a table must not refer to its own keys
+            # A value of a WeakKeyDictionary must not refer to its key, which would then never be
+            # freed.
+            made[name] = None if result is hierarchy else result
         return hierarchy if made[name] is None else made[name]
 
     @property
     def places(self) -> Places:
         """Where queries and keys stand."""
-        return self.remember("places", self._find_places)
+        return self.read_once("places", self._find_places)
 
     @property
     def stop(self) -> int:
-        """How many of the keys are looked at: those up to the last query's own, or all without causality."""
+        """Number of keys that can be seen: up to the last query's own, or all."""
         if not (self.is_causal or self.grows) or self.places.stop is None:
             return self.keys
         return self.places.stop
 
     def _find_places(self) -> Places:
-        start, dropped = self._find_start(), self.first.index or 0
+        """Return where queries and keys stand."""
+        start = self._find_start()
         return Places(
-            self.batch, self.queries, self.keys, self.device, start, dropped, self._find_real(start)
+            batch=self.batch,
+            queries=self.queries,
+            keys=self.keys,
+            device=self.device,
+            start=start,
+            dropped=self.first.index or 0,
+            real=self._find_real(start),
         )
 
     def _find_start(self) -> int | Tensor:
+        """Return the key of query 0; a tensor without axes if it cannot be read."""
         n, m = self.queries, self.keys
+        # The cheap cases first; reading the mask comes last.
         if n == m:
             return 0
         if self.by_position:
@@ -228,43 +272,45 @@ class Reading:
             return min(max(0, self.first.keys - n), max(0, m - n))
         if self.mask is None:
             return m - n
-        # A causal query's own key is the last one that it sees.
+        # Only a foreign mask is left to tell. A causal query's own key is the last one that it
+        # sees.
         _, last, any_seen = self.ends
         if self.is_causal:
-            start = (
-                torch.where(any_seen, last, 0) - torch.arange(n, device=self.given.device)
-            ).amax()
+            number = torch.arange(n, device=self.given.device)
+            start = (torch.where(any_seen, last, 0) - number).amax()
         else:
             start = last.where(any_seen, -1).amax() + 1 - n
         start = start.clamp(0, m - n)
         return int(start) if can_read(self.mask) else start
 
     def _find_real(self, start: int | Tensor) -> Tensor | None:
+        """Return bool [B|1, dropped + M], the real tokens; None if all are."""
         dropped, first = self.first.index or 0, self.first
-        real = first.real(dropped + self.keys)
-        # Where the model made the mask and gave no padding mask, what is hidden is hidden by a window or an indexer.
+        real = first.read_real(dropped + self.keys)
+        # If the model made the mask and has no padding mask, a window or an indexer hides keys, and
+        # not padding.
         if real is None and self.mask is not None and not first.is_known:
             real = pad(self._seen_by_some(start), (dropped, 0), value=True)
         if real is None:
             return None
         real = real.to(self.device)
+        # Empty slots of a static cache are not real.
         if first.keys is not None and first.keys < self.keys:
-            real = real & (
-                torch.arange(dropped + self.keys, device=self.device) < dropped + first.keys
-            )
+            number = torch.arange(dropped + self.keys, device=self.device)
+            real = real & (number < dropped + first.keys)
         return None if can_read(real) and bool(real.all()) else real
 
     def _seen_by_some(self, start: int | Tensor) -> Tensor:
-        """Bool [B|1, M], the keys that some query sees."""
-        return self.seen(start).any(1).expand(-1, self.keys)
+        """Return bool [B|1, M], the keys that some query sees."""
+        return self.find_seen(start).any(1).expand(-1, self.keys)
 
-    def seen(self, start: int | Tensor) -> Tensor:
+    def find_seen(self, start: int | Tensor) -> Tensor:
         """Return bool [B|1, N|1, M|1], the keys that each query sees in some head.
 
         A mask with one row for all queries is returned without causality by position.
 
         Args:
-            start: The key that is query 0's own.
+            start: The key that belongs to query 0.
         """
         seen = read_visible(self.given).any(1)
         if not self.by_position or seen.shape[1] == 1:
@@ -274,12 +320,13 @@ class Reading:
 
     @property
     def real_so_far(self) -> Tensor | None:
-        """Bool [B|1, dropped + stop], the real tokens; None where all are real, or where nothing says it.
+        """Bool [B
 
-        Nothing says it where the last queries of a row come with a mask of another make than the model's: a key that it
-        hides from all of them may be a real token that a sliding window has left behind.
+        1, dropped + stop], the real tokens; None if all are, or unknown.
         """
         places, first = self.places, self.first
+        # Unknown: the last queries of a row, under a mask that the model did not make. A key that
+        # it hides from all of them may be a real token outside a sliding window.
         says_model = first.is_known or first.attention_mask is not None
         if places.real is None or not (says_model or self.by_position or self.queries == self.keys):
             return None
@@ -287,60 +334,72 @@ class Reading:
 
     @property
     def ends(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The first and the last key that the mask shows, and whether there is one, each [B|1, H|1, N|1]."""
-        return self.remember("ends", lambda: seen_ends(self.given, self.keys))
+        """First and last key that each query sees, and whether it sees one.
+
+        Each has the shape [B|1, H|1, N|1].
+        """
+        return self.read_once("ends", lambda: find_ends(self.given, self.keys))
 
     @property
     def real_if_only_padding(self) -> Tensor | None:
-        """Bool [B, stop], the real keys, if the mask hides padding and, in a causal call, later tokens, and no more.
+        """Bool [B, stop], the real keys, if the mask only hides padding.
 
-        None without a mask, where it hides more, and where that cannot be told.
+        In a causal call it may also hide later tokens.
+
+        None without a mask, if it hides more, and if that is unknown.
         """
-        return self.remember("real if only padding", self._find_real_if_only_padding)
+        return self.read_once("real if only padding", self._find_real_if_only_padding)
 
     def _find_real_if_only_padding(self) -> Tensor | None:
-        mask, stop, first = self.mask, self.stop, self.first
+        """Compute `real_if_only_padding`."""
+        mask, first = self.mask, self.first
+        stop = self.stop
+        # A row that lost its first tokens is not whole.
         if mask is None or first.index:
             return None
-        mask = mask if mask.shape[-1] == stop else mask[..., :stop].expand(*mask.shape[:-1], stop)
+        if mask.shape[-1] != stop:
+            mask = mask[..., :stop].expand(*mask.shape[:-1], stop)
         by_mask = (self.is_causal or self.grows) and not self.by_position
         try:
             if self.by_position and not self.offset and mask.shape[2] > 1:
-                # Position hides the tokens after a query anyway, whatever the mask says of them.
+                # Position hides the tokens after a query anyway, even if the mask shows them.
                 later = torch.ones(self.queries, stop, dtype=torch.bool, device=mask.device).triu(1)
                 mask = mask.masked_fill(later, False if mask.dtype == torch.bool else -torch.inf)
                 real = real_tokens(mask, self.queries, is_causal=True)
             elif by_mask or self.queries == stop:
                 real = real_tokens(mask, self.queries, is_causal=by_mask)
             elif mask.shape[2] == 1:
+                # One row for all queries shows what is padding, whichever keys belong to the
+                # queries.
                 real = real_tokens(mask, stop)
             else:
                 return None
-        except ValueError:
+        except ValueError:  # the mask hides more than padding
             return None
-        if (
-            self.queries < stop and first.is_known
-        ):  # what is hidden may be hidden by a window, or an indexer
-            known = first.real(stop)
-            known = (
-                torch.ones_like(real) if known is None else known.to(real.device).expand_as(real)
-            )
-            if not torch.equal(real, known):
+        if self.queries < stop and first.is_known:
+            # A window or an indexer may hide early keys from these queries. The padding mask knows.
+            known = first.read_real(stop)
+            if known is None:
+                known = torch.ones_like(real)
+            if not torch.equal(real, known.to(real.device).expand_as(real)):
                 return None
         return real.expand(self.batch, stop)
 
     def shows_by_place(self, window: int | None) -> bool:
-        """Whether the mask shows real queries what their place does, and no more: the real keys up to their own.
+        """Return whether real queries see exactly the real keys up to their own.
 
         An additive mask must add 0 to them. The rows of padded queries do not matter.
 
         Args:
-            window: The host's sliding window: only the last `window` of these keys, padding included; None: all.
+            window: Sliding window of the attention layer: only the last `window` of these keys,
+                padding included. None: all.
         """
-        return self.remember(("shows by place", window), lambda: self._shows_by_place(window))
+        return self.read_once(("shows by place", window), lambda: self._shows_by_place(window))
 
     def _shows_by_place(self, window: int | None) -> bool:
-        mask, places, keys = self.given, self.places, self.keys
+        """Compute `shows_by_place`."""
+        mask, places = self.given, self.places
+        keys = self.keys
         key = torch.arange(keys, device=mask.device)
         own = torch.arange(self.queries, device=mask.device)[:, None] + places.start
         expected = key <= own
@@ -350,6 +409,7 @@ class Reading:
         if places.real is not None:
             expected = expected & places.real[:, None, None, places.dropped :].to(mask.device)
         same = shown == expected
+        # The kernel gets no mask, so nothing may be added to visible logits.
         if mask.dtype != torch.bool:
             same = same & ((mask[..., :keys] == 0) | ~shown)
         if self.has_padded_queries:
@@ -359,35 +419,44 @@ class Reading:
     @property
     def has_padded_queries(self) -> bool:
         """Whether some query is padding."""
-        return self.remember(
+        return self.read_once(
             "has padded queries", lambda: bool((self.places.query_numbers < 0).any())
         )
 
     @property
     def sees_something(self) -> Tensor:
-        """Bool [B|1, H|1, N|1, 1], the queries from which the mask does not hide every key."""
-        return self.remember(
+        """Bool [B|1, H|1, N|1, 1], the queries that see some key."""
+        return self.read_once(
             "sees something", lambda: read_visible(self.given).any(-1, keepdim=True)
         )
 
     @property
     def hides_previous(self) -> bool:
         """Whether the mask hides from a real query the real token before it."""
-        return self.remember("hides previous", lambda: bool(self.find_hidden_previous().any()))
+        return self.read_once("hides previous", lambda: bool(self.find_hidden_previous().any()))
 
     def find_hidden_previous(self) -> Tensor:
-        """Return bool [B|1, N]: whether a query is real and the mask hides the real token before it."""
+        """Return bool [B
+
+        1, N], whether a query's previous token is hidden from it.|See the function
+        `find_hidden_previous`.
+        """
         return find_hidden_previous(self.given, self.places)
 
-    def texts(self, chunk: int | None = None, position_ids: Tensor | None = None) -> Texts | None:
-        """Return the texts of rows that hold several; None where no row does.
+    def find_texts(
+        self, chunk: int | None = None, position_ids: Tensor | None = None
+    ) -> Texts | None:
+        """Return the texts of rows that hold several; None if no row does.
 
-        A text begins at a token if no query from there on sees a token before it, and no earlier query sees it or a
-        later one. All keys between the first and the last that a query sees count as seen.
+        A text begins at a token if no query from there on sees a token before it, and no earlier
+        query sees it or a later one. All keys between the first and the last that a query sees
+        count as seen.
 
         Args:
-            chunk: The host's own attention begins again after every so many tokens, which begins no text.
-            position_ids: int64 [B|1, N], which begin at 0 again where a text begins at the end of such a chunk.
+            chunk: Size of the chunks after which the layer's own attention begins again, which
+                begins no text. None: no chunks.
+            position_ids: int64 [B|1, N]. They begin at 0 again if a text begins at the end of such
+                a chunk.
 
         Raises:
             ValueError: A text begins among the queries, and keys before them come from a cache.
@@ -405,20 +474,27 @@ class Reading:
     def find_text_starts(
         self, chunk: int | None = None, position_ids: Tensor | None = None
     ) -> Tensor | None:
-        """Return bool [B|1, N], the queries at which a text begins after another; None if there are none.
+        """Return bool [B
+
+        1, N], the queries at which a further text begins.|None if there are none.
 
         Args:
-            chunk, position_ids: See `texts`.
+            chunk, position_ids: See `find_texts`.
         """
-        read = lambda: none_if_all_false(self.mark_text_starts(chunk, position_ids))
+
+        def read_starts() -> Tensor | None:
+            return none_if_all_false(self.mark_text_starts(chunk, position_ids))
+
         if chunk is None:
-            return self.remember("text starts", read)
-        if self.queries < self.stop:  # where chunks begin among cached keys is not known
+            return self.read_once("text starts", read_starts)
+        if self.queries < self.stop:  # it is unknown where chunks begin among cached keys
             return None
-        return read()
+        # Not shared: layers of one model may have chunks or not, and position ids are no part of
+        # the mask.
+        return read_starts()
 
     def _real_keys(self) -> Tensor:
-        """Bool [B|1, stop], the keys that are no padding."""
+        """Return bool [B|1, stop], the keys that are no padding."""
         real = self.real_so_far
         if real is None:
             return torch.ones(1, self.stop, dtype=torch.bool, device=self.given.device)
@@ -427,16 +503,22 @@ class Reading:
     def mark_text_starts(
         self, chunk: int | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Return bool [B|1, N], the queries at which a text begins after another, also where this cannot be read.
+        """Return bool [B
+
+        1, N], the queries at which a further text begins.
+
+        Works also if values cannot be read, as in compiled calls.
 
         Args:
-            chunk, position_ids: See `texts`.
+            chunk, position_ids: See `find_texts`.
         """
         keys, real = self.stop, self._real_keys()
-        # Queries are the last of the keys that are looked at. In a call that is not causal, query 0 is key `offset`.
+        # Queries are the last visible keys. In a call that is not causal, query 0 is key `offset`.
         start = keys - self.queries if self.is_causal or self.grows else self.offset
-        seen = self.seen(start)[..., :keys].expand(-1, self.queries, keys) & real[:, None]
-        bits, sees = seen.to(torch.uint8), seen.any(-1)
+        seen = self.find_seen(start)[..., :keys].expand(-1, self.queries, keys) & real[:, None]
+        # `argmax` gives the first of equal values, so that it finds the first 1; it takes no bool.
+        bits = seen.to(torch.uint8)
+        sees = seen.any(-1)
         first = bits.argmax(-1).where(sees, keys)
         last = (keys - 1 - bits.flip(-1).argmax(-1)).where(sees, -1)
         own = slice(start, start + self.queries)
@@ -445,22 +527,25 @@ class Reading:
         if chunk is not None:
             # Transformers counts the slots of a chunk from the first real token of a row.
             slots = torch.arange(keys, device=real.device)[own] - real.int().argmax(1, keepdim=True)
-            inside = slots % chunk != 0
+            is_text = slots % chunk != 0
             if (
                 position_ids is not None
                 and position_ids.shape[-1] == self.queries
                 and position_ids.dim() == 2
             ):
-                inside = inside | (position_ids.to(real.device) == 0)
-            starts = starts & inside
+                # Position ids that begin again tell a text from a chunk.
+                is_text = is_text | (position_ids.to(real.device) == 0)
+            starts = starts & is_text
         return starts
 
     def _number_texts(self, starts: Tensor) -> Texts:
+        """Return the texts of rows whose further texts begin at `starts`, bool [B|1, N]."""
         real = self._real_keys()
+        number = starts.cumsum(1).masked_fill(~real, -1)
         place = real.cumsum(1) - 1
-        return Texts(
-            starts.cumsum(1).masked_fill(~real, -1), place - (place * starts).cummax(1).values
-        )
+        # The largest place of a start so far is the place of the text's first token.
+        first = (place * starts).cummax(1).values
+        return Texts(number=number, place=place - first)
 
 
 def read_mask(
@@ -471,13 +556,14 @@ def read_mask(
     first: FirstKey = START,
     grows: bool = False,
 ) -> Reading:
-    """Return the reading of a call's mask, which shares what other layers have read.
+    """Return the reading of a call's mask, which shares results with other layers.
 
     Args:
         query, key: [B, H, N, d] and [B, Hkv, M, d].
         options: With the mask, and whether position hides later keys.
         is_causal, first, grows: As in `Reading`.
     """
+    # Facts are shared by calls that agree in all of these values.
     call: dict[str, Any] = dict(
         batch=query.shape[0],
         queries=query.shape[2],
@@ -488,12 +574,19 @@ def read_mask(
         offset=options.offset,
         grows=grows,
     )
-    facts = known_facts(options.mask, key, first, tuple(call.values()))
+    facts = find_facts(options.mask, key, first, tuple(call.values()))
     return Reading(options.mask, first=first, facts=facts, **call)
 
 
-def seen_ends(mask: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """First and last key that a mask [B|1, H|1, N|1, M|1] shows, and whether there is one, each [B|1, H|1, N|1]."""
+def find_ends(mask: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first and last key that each query sees, and whether it sees one.
+
+    Each has the shape [B|1, H|1, N|1].
+
+    Args:
+        mask: [B|1, H|1, N|1, M|1].
+        keys: M.
+    """
     seen = read_visible(mask)
     seen = seen.expand(*seen.shape[:3], keys)
     ones = seen.to(torch.uint8)
@@ -501,16 +594,20 @@ def seen_ends(mask: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
-    """Return bool [B|1, M], the keys that some query sees, if the mask hides nothing from a real query but the others.
+    """Return bool [B
+
+    1, M], the real keys of a mask that only hides padding.|With `is_causal`, the mask also hides
+    the tokens after a query.
 
     Args:
-        mask: bool (True = take part) or additive (0, or what `read_visible` takes for hidden),
-            [B, 1 or H, 1 or N, M]. With fewer queries than keys, queries are the last ones.
+        mask: Bool (True = take part) or additive (0, or a number that `read_visible` takes for
+            hidden), [B, 1 or H, 1 or N, M]. With fewer queries than keys, queries are the last
+            ones.
         queries: N.
-        is_causal: whether the mask hides from a query the tokens after it.
+        is_causal: Whether the mask hides the tokens after a query from it.
 
     Raises:
-        ValueError: the mask hides a real token from a real query, or adds other numbers.
+        ValueError: The mask hides a real token from a real query, or adds other numbers.
     """
     seen, keys = read_visible(mask), mask.shape[-1]
     odd = mask[seen & (mask != 0)] if mask.dtype != torch.bool else mask[:0]
@@ -519,6 +616,7 @@ def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
             f"the attention mask adds {float(odd[0]):g} to a logit; allowed: 0 where visible and "
             f"{HIDDEN:,.0f} or less elsewhere; terms of the logits come as position_bias"
         )
+    # A key is real if some query sees it. Then every real query must see it.
     real = seen.any(1).any(1)
     place = torch.arange(keys, device=mask.device)
     expected = real[:, None, None, :]
@@ -537,12 +635,18 @@ def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
 
 
 def text_starts(first: Tensor, last: Tensor, start: int = 0) -> Tensor:
-    """Return bool [B|1, N]: whether a text begins at the token of each query, see `Reading.texts`.
+    """Return bool [B
+
+    1, N], whether a text begins at the token of each query.|See `Reading.find_texts` for the
+    definition.
 
     Args:
-        first, last: int64 [B|1, N], the first and the last key that each query sees; M and -1 where it sees none.
-        start: the key that is query 0's own.
+        first, last: int64 [B|1, N], the first and the last key that each query sees; M and -1 if it
+            sees none.
+        start: The key that belongs to query 0.
     """
+    # [B|1, query, token]: no text begins at a token if a query from there on sees back beyond it,
+    # or an earlier query sees ahead to it.
     token = torch.arange(start, start + first.shape[1], device=first.device)
     query = token[:, None]
     back = (first[..., None] < token) & (token <= query)
@@ -556,25 +660,29 @@ def none_if_all_false(found: Tensor) -> Tensor | None:
 
 
 def find_hidden_previous(mask: Tensor, places: Places) -> Tensor:
-    """Return bool [B|1, N]: whether a query is real and a mask hides the real token before it.
+    """Return bool [B
 
-    One row for all queries hides padding, and nothing from a single query.
+    1, N], whether a query's previous token is hidden from it.|Only real queries and real tokens
+    count.
+
+    Args:
+        mask: Bool (True = take part) or additive, [B|1, H|1, N|1, M].
+        places: Where the queries and keys stand.
     """
+    # One row for all queries can only hide padding.
     if mask.shape[2] < places.queries:
         return torch.zeros(1, places.queries, dtype=torch.bool, device=mask.device)
     mask = mask.detach().expand(*mask.shape[:3], places.keys)
-    key, before = (
-        numbers.expand(places.batch, -1)
-        for numbers in (places.key_numbers, places.query_numbers - 1)
-    )
+    key = places.key_numbers.expand(places.batch, -1)
+    before = (places.query_numbers - 1).expand(places.batch, -1)
     size = places.keys + places.dropped
     # The key that holds each token of a row, -1 for none. Padding is written to one more column.
     index = torch.arange(places.keys, device=key.device).expand_as(key)
-    key_of_token = key.new_full((len(key), size + 1), -1).scatter(
-        1, key.where(key >= 0, size), index
-    )
+    key_of_token = key.new_full((len(key), size + 1), -1)
+    key_of_token = key_of_token.scatter(1, key.where(key >= 0, size), index)
     at = key_of_token.gather(1, before.clamp(0, size))
-    # One key a query is looked at, before anything is computed for all of them.
+    # Gather one key for each query first: then nothing of the size [N, M] is computed.
     column = at.clamp_min(0)[:, None, :, None].expand(-1, mask.shape[1], -1, -1)
-    seen = read_visible(mask.expand(len(at), -1, -1, -1).gather(3, column)).any(1)[..., 0]
+    previous = mask.expand(len(at), -1, -1, -1).gather(3, column)
+    seen = read_visible(previous).any(1)[..., 0]
     return (before >= 0) & (at >= 0) & ~seen

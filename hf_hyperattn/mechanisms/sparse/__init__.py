@@ -1,4 +1,7 @@
-"""Sparse attention without training: every head sees the keys that a rule of its own selects."""
+"""Sparse attention without training, by a rule for each head.
+
+This module registers the mechanism and exports its config and rules.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -43,4 +46,5 @@ register(
     )
 )
 
+# Rules without a kernel are imported on first use.
 __getattr__ = import_mask_rule

@@ -1,13 +1,13 @@
-"""Sparse attention by the compiled kernel (engines/cpu/selected.py), which computes the visible pairs alone.
+"""Sparse attention on the compiled CPU kernel: only visible pairs are computed.
 
-It takes heads that are exact, have a window, or choose pages, of causal calls whose masks hide padding, later tokens,
-and what lies outside the host's sliding window. Other heads and other calls go by masks, with the same result.
+Read here which calls and heads the kernel takes, and how they are prepared for it. Everything else
+runs under masks (`masking.py`), with the same result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -22,17 +22,42 @@ from ...readable import can_read
 from ..selection.cache import LayerCache
 from ..selection.places import Reading
 from .head_rules import HeadRules, Rules
-from .masking import Text, masked, rule_call
+from .masking import Text, make_rule_call, mask_by_rules
 from .pages import PageRule, Pages
-from .pages_kept import LastChoice, summaries_of
+from .pages_kept import LastChoice, find_summaries
 from .rules import Exact, SparseRule, Window
 
-#: More tokens than any text has.
+#: A window of this many tokens covers every text.
 EVERYTHING = 2**40
+#: For each row of the batch: the first real key, and the index after the last one.
 Spans = tuple[list[int], list[int]]
 
 
-def attend(
+@dataclass(frozen=True, eq=False)
+class KernelInputs:
+    """The tensors of a call, all in the one dtype that the kernel reads.
+
+    Args:
+        query: [B, H, earlier + N, d], the queries that choose pages: earlier ones, then the call's
+            own.
+        key: [B, Hkv, M, d], the keys that are searched.
+        raw_query, raw_key: [B, H, N, d] and [B, Hkv, M, d], whose products are the attention
+            logits.
+        value: [B, Hkv, M, dv].
+        bias: [B, H, M], added to the logits; None: none.
+        earlier: Number of queries before the call in `query`.
+    """
+
+    query: Tensor
+    key: Tensor
+    raw_query: Tensor
+    raw_key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    earlier: int
+
+
+def attend_by_kernel(
     query: Tensor,
     key: Tensor,
     score: PairScore,
@@ -44,111 +69,206 @@ def attend(
     backend: str = "auto",
     asker: str = "",
 ) -> Tensor | None:
-    """The output [B, H, N, dv] in the dtype of the query; None where the kernel does not compute this call.
+    """Return the attention output, or None if the kernel does not compute this call.
 
     Args:
         query, key: [B, H, N, d] and [B, Hkv, M, d]; rules choose keys by these.
-        score: gives the logits. The kernel computes dot products alone.
+        score: Gives the attention logits. The kernel only computes dot products.
         value: [B, Hkv, M, dv].
-        options, rules, window: as in `masking.masked`.
-        text: where queries and keys stand, and the queries before them.
-        backend: the engine that was asked for.
-        asker: the layer's name, under which the cache keeps its choice.
+        options, rules, window: As in `masking.mask_by_rules`.
+        text: Where queries and keys stand, and the queries before them.
+        backend: The requested engine.
+        asker: Name of the layer; the cache stores the layer's choice of pages under it.
+
+    Returns:
+        [B, H, N, dv] in the dtype of the query, or None.
     """
-    if (
-        not text.reading.is_causal
-        or backend not in ("auto", "cpu")
-        or not is_served(score, options, key.shape[2])
-    ):
+    spans = find_spans(query, key, score, value, options, text, window, backend)
+    if spans is None:
         return None
-    given = query, key, score.raw_query, score.raw_key, value
-    if not selected.serves(*given):
-        return None
-    last, n = text.last, query.shape[2]
-    if last is None or last > key.shape[2]:  # not known, or queries after the last key
-        return None
-    if options.mask is None and window not in (None, options.window) and window < key.shape[2]:
-        return None  # nothing says that this call hides what lies outside the host's window
-    spans = spans_of(text.reading, window)
-    if spans is None or not text.reaches(n):
-        return None
-    stretches = stretches_of(rules, spans[0], last - n, n)
+    # Query 0 is key `last - n`. With rules for several lengths, each stretch is a kernel call of
+    # its own.
+    last, n = text.last or 0, query.shape[2]
+    stretches = split_queries(rules, spans[0], last - n, n)
     if not stretches:
         return None
-    known = [kernel_rules(rules, place, query.shape[3]) for place, _ in stretches]
-    # A head goes by masks if the kernel does not know its rule in some stretch.
+    known = [translate_rules(rules, place, query.shape[3]) for place, _ in stretches]
+    # A head runs under a mask if the kernel does not know its rule in some stretch.
     rest = [h for h, of_head in enumerate(zip(*known, strict=True)) if None in of_head]
     if len(rest) == query.shape[1]:
         return None
-    # The kernel reads one dtype; under autocast rotated queries and keys are float32, and values are rounded.
-    dtype = query.dtype if len({t.dtype for t in given}) == 1 else torch.float32
-    asking, searched, values = query.to(dtype), key.to(dtype), value.to(dtype)
-    raw_query = asking if score.raw_query is query else score.raw_query.to(dtype)
-    raw_key = searched if score.raw_key is key else score.raw_key.to(dtype)
-    earlier = 0
-    if text.before is not None:
-        asking, earlier = torch.cat([text.before.to(dtype), asking], 2), text.before.shape[2]
-    bias = bias_of_keys(options.bias, query, key)
+    inputs = convert_inputs(query, key, score, value, options, text)
     parts = []
     for heads, (place, queries) in zip(known, stretches, strict=True):
-        # Heads that the kernel does not know get the cheapest rule. Their output is replaced below.
-        of_heads = [HeadRule(1) if rule is None else rule for rule in heads]
-        first, stop, chosen = queries.start, queries.stop, None
-        if any(rule.page for rule in of_heads):
-            own = lists_by_head(
-                rules.by_length[place][1], query, key, score.scale, text, window, queries
-            )
-            chosen = chosen_pages(
-                asking[:, :, : earlier + stop],
-                searched,
-                of_heads,
-                spans,
-                last - n + stop,
-                len(queries),
-                asker,
-                window,
-                own,
-            )
+        # Unknown heads get the cheapest rule. Their output is replaced below.
+        kernel_rules = [HeadRule(near=1) if rule is None else rule for rule in heads]
+        chosen = None
+        if any(rule.page for rule in kernel_rules):
+            head_rules = rules.by_length[place][1]
+            own = list_pages_by_head(head_rules, query, key, score.scale, text, window, queries)
+            stop = last - n + queries.stop
+            chosen = choose_pages(inputs, kernel_rules, spans, stop, queries, asker, window, own)
         part = selected.selected_attention(
-            raw_query[:, :, first:stop],
-            raw_key,
-            values,
-            of_heads,
+            inputs.raw_query[:, :, queries.start : queries.stop],
+            inputs.raw_key,
+            inputs.value,
+            kernel_rules,
             chosen,
             spans=spans,
-            offset=last - n + first,
+            offset=last - n + queries.start,
             scale=score.scale,
             softcap=options.softcap,
             window=window,
             sinks=options.sinks,
-            bias=bias,
+            bias=inputs.bias,
         )
         parts.append(part)
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     out = zero_hidden_rows(out.to(query.dtype), text.reading)
+    # Heads with other rules run under masks, all at once.
     if not rest:
         return out
-    others = by_masks(rest, query, key, score, value, options, rules, text, window)
+    others = attend_by_masks(rest, query, key, score, value, options, rules, text, window)
     return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
 
 
-def stretches_of(
-    rules: HeadRules, starts: list[int], offset: int, queries: int
-) -> list[tuple[int, range]] | None:
-    """Cut the queries of a call into stretches, with one rule a head for each.
+# Which calls the kernel takes
+
+
+def find_spans(
+    query: Tensor,
+    key: Tensor,
+    score: PairScore,
+    value: Tensor,
+    options: Options,
+    text: Text,
+    window: int | None,
+    backend: str,
+) -> Spans | None:
+    """Return the real keys of each row; None if the kernel cannot take this call.
 
     Args:
-        rules: of the heads.
-        starts: the first real key of each row.
-        offset: the key that is query 0's own.
-        queries: how many there are.
+        query, key, score, value, options, text, window, backend: As in `attend_by_kernel`.
+    """
+    # The order matters: cheap checks first, and `read_spans` needs a number in `text.last`.
+    if not text.reading.is_causal or backend not in ("auto", "cpu"):
+        return None
+    if not can_score(score, options, key.shape[2]):
+        return None
+    if not selected.serves(query, key, score.raw_query, score.raw_key, value):
+        return None
+    if text.last is None or text.last > key.shape[2]:  # unknown, or queries after the last key
+        return None
+    if options.mask is None and window not in (None, options.window) and window < key.shape[2]:
+        return None  # nothing tells the kernel that this call hides keys outside the window
+    spans = read_spans(text.reading, window)
+    if spans is None or not text.has_earlier_queries(query.shape[2]):
+        return None
+    return spans
+
+
+def can_score(score: PairScore, options: Options, keys: int) -> bool:
+    """Return whether the kernel computes this score with these options.
+
+    The kernel computes dot products, with a softcap, sink logits, and a bias that is the same for
+    all queries. It has no gradient of a bias or a mask.
+
+    Args:
+        score: Gives the attention logits.
+        options: Of the call.
+        keys: M.
+    """
+    is_dot = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
+    if not is_dot or options.dropout_p or options.aggregation is not None:
+        return False
+    bias, mask = options.bias, options.mask
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (bias, mask)):
+        return False
+    if bias is None:
+        return True
+    if bias.ndim < 2 or bias.shape[-1] not in (1, keys):
+        return False
+    # A stride of 0 means that one row was expanded over the queries.
+    return bias.shape[-2] == 1 or bias.stride(-2) == 0
+
+
+def read_spans(reading: Reading, window: int | None) -> Spans | None:
+    """Return the first real key of each row and the index after the last one.
+
+    Args:
+        reading: Of the call's mask.
+        window: Sliding window of the attention layer; None: none.
 
     Returns:
-        The place in `rules.by_length` and the queries of each stretch; None where rows that begin at different keys are
-        cut at different queries.
+        The spans. None if the mask hides anything but padding, later keys and keys outside the
+        window, if padding stands between real keys, if keys were dropped, or if the mask cannot be
+        read.
     """
-    found, first = [], 0
+    places = reading.places
+    if reading.mask is None:
+        return places.spans if places.is_whole else None
+    if places.dropped or not can_read(reading.mask) or not reading.shows_by_place(window):
+        return None
+    return places.spans
+
+
+# How a call is prepared for the kernel
+
+
+def convert_inputs(
+    query: Tensor, key: Tensor, score: PairScore, value: Tensor, options: Options, text: Text
+) -> KernelInputs:
+    """Return the tensors of a call in one dtype; arguments as in `attend_by_kernel`."""
+    given = query, key, score.raw_query, score.raw_key, value
+    # Under autocast, rotated queries and keys are float32 and values are rounded to half precision.
+    dtype = query.dtype if len({t.dtype for t in given}) == 1 else torch.float32
+    asking = query.to(dtype)
+    searched = key.to(dtype)
+    # Usually the tensors that rules see also give the logits. Then they are converted only once.
+    raw_query = asking if score.raw_query is query else score.raw_query.to(dtype)
+    raw_key = searched if score.raw_key is key else score.raw_key.to(dtype)
+    earlier = 0
+    if text.before is not None:
+        asking = torch.cat([text.before.to(dtype), asking], 2)
+        earlier = text.before.shape[2]
+    return KernelInputs(
+        query=asking,
+        key=searched,
+        raw_query=raw_query,
+        raw_key=raw_key,
+        value=value.to(dtype),
+        bias=expand_key_bias(options.bias, query, key),
+        earlier=earlier,
+    )
+
+
+def expand_key_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return a bias that `can_score` allows as [B, H, M]; None without a bias."""
+    if bias is None:
+        return None
+    batch, heads = query.shape[:2]
+    return bias[..., :1, :].expand(batch, heads, 1, key.shape[2])[:, :, 0]
+
+
+def split_queries(
+    rules: HeadRules, starts: list[int], offset: int, queries: int
+) -> list[tuple[int, range]] | None:
+    """Split the queries of a call into stretches in which every head has one rule.
+
+    Args:
+        rules: Of the heads.
+        starts: First real key of each row.
+        offset: The key that belongs to query 0.
+        queries: Number of queries.
+
+    Returns:
+        For each stretch, its place in `rules.by_length` and its queries. None if rows begin at
+        different keys and would be split at different queries.
+    """
+    stretches = []
+    first = 0
     for place, length in enumerate(rules.lengths[:-1]):
+        # Lengths count real tokens, so a row that begins later is also split later.
         stops = {
             min(max(start + (length or 0) - offset, first), queries) for start in starts or [0]
         }
@@ -156,77 +276,141 @@ def stretches_of(
             return None
         stop = stops.pop()
         if stop > first:
-            found.append((place, range(first, stop)))
+            stretches.append((place, range(first, stop)))
         first = stop
     if first < queries:
-        found.append((len(rules.lengths) - 1, range(first, queries)))
-    return found
+        stretches.append((len(rules.lengths) - 1, range(first, queries)))
+    return stretches
 
 
-def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
-    """The output [B, H, N, dv] with zeros at the queries from which the mask hides every key.
+@lru_cache(maxsize=256)
+def translate_rules(rules: HeadRules, place: int, dim: int) -> tuple[HeadRule | None, ...]:
+    """Return the kernel's rule of each head; None for rules it does not know.
 
-    The kernel gets no mask, only where the real keys begin and end: it lets padding attend to the real keys before it.
+    Args:
+        rules: Of the heads. Calls of a layer share this object, and `HeadRules` compares by
+            identity, so the cache finds the result again without comparing any rule.
+        place: Index of the length in `rules.by_length`.
+        dim: Width of a query.
     """
-    if reading.mask is None or reading.places.is_whole or not reading.has_padded_queries:
-        return out
-    return out.masked_fill(~reading.sees_something, 0.0)
+    length, heads = rules.by_length[place]
+    if place == len(rules.by_length) - 1:
+        length = None  # the last rules hold to the end of the text
+    return tuple(None if cuts_chunk(rule, length) else translate_rule(rule, dim) for rule in heads)
 
 
-def chosen_pages(
-    query: Tensor,
-    key: Tensor,
+def cuts_chunk(rule: SparseRule, length: int | None) -> bool:
+    """Return whether a length cuts a chunk whose pages depend on all its queries.
+
+    The kernel only gets the queries up to the length. `Pages` that choose by the whole chunk need
+    later ones, too.
+
+    Args:
+        rule: Of one head.
+        length: The rule holds up to this length; None: to the end.
+    """
+    if length is None or type(rule) is not Pages or rule.query != "chunk":
+        return False
+    return length % rule.chunk != 0
+
+
+def translate_rule(rule: SparseRule, dim: int) -> HeadRule | None:
+    """Return a rule in the kernel's form; None if the kernel does not know it.
+
+    Args:
+        rule: Of one head.
+        dim: Width of a query.
+    """
+    # Compared by exact type: a subclass may define another `visible`.
+    if type(rule) is Exact:
+        return HeadRule(near=EVERYTHING)
+    if type(rule) is Window:
+        return HeadRule(near=rule.near, sinks=rule.sinks)
+    if type(rule) is Pages:
+        return HeadRule(
+            near=rule.near,
+            sinks=rule.sinks,
+            page=rule.page,
+            chunk=rule.chunk,
+            top=rule.top,
+            bounds=int(rule.summary == "bounds"),
+            by=BY.index(rule.query),
+            channels=rule.channels_of(dim),
+        )
+    own = find_listing_rule(rule)
+    if own is None:
+        return None
+    # KEPT: torch chooses the pages, and the kernel reads them from a list.
+    return HeadRule(
+        near=own.near, sinks=own.sinks, page=own.page, chunk=own.chunk, top=own.top, by=KEPT
+    )
+
+
+# Pages that queries choose
+
+
+def choose_pages(
+    inputs: KernelInputs,
     rules: Sequence[HeadRule],
     spans: Spans,
-    last: int,
-    queries: int,
+    stop: int,
+    queries: range,
     asker: str,
     window: int | None,
     own: dict[int, Tensor],
 ) -> Lists:
-    """The pages that the last `queries` queries choose, as `selected.chosen_pages` has them.
+    """Return the pages that the queries of one stretch choose.
 
-    Summaries and earlier choices that the cache of these keys keeps are used.
+    Summaries and earlier choices are taken from the cache of the keys if it keeps them.
 
     Args:
-        query: the queries of this call, after earlier ones that are known.
-        queries: how many are of this call.
-        last: the number of keys up to the last query, padding included.
-        window: the host's sliding window.
-        own: the pages of heads whose rules choose them in torch, see `lists_by_head`.
+        inputs: Of the whole call.
+        rules: The kernel's rule of each head.
+        spans: The real keys of each row.
+        stop: Number of keys up to the last query of the stretch, padding included.
+        queries: The queries of the stretch, a range of the call's queries.
+        asker: Name of the layer.
+        window: Sliding window of the attention layer; None: none.
+        own: Pages of heads whose rules choose them in torch, see `list_pages_by_head`.
     """
-    cache = attached_to(key, LayerCache) if last == key.shape[2] else None
-    earlier, offset = query.shape[2] - queries, last - query.shape[2]
+    key = inputs.key
+    query = inputs.query[:, :, : inputs.earlier + queries.stop]
+    earlier = query.shape[2] - len(queries)
+    # The cache describes all its keys. It does not fit a stretch that ends before the last one.
+    cache = attached_to(key, LayerCache) if stop == key.shape[2] else None
     summaries: list[Summaries | None] = []
-    if cache is not None:  # the summary of a page of one key is that key, which nobody keeps twice
+    if cache is not None:
+        # The summary of a page of one key is that key, which the cache already holds.
         summaries = [
-            summaries_of(cache, key, r.page, r.bounds, spans[0])
-            if r.page > 1 and h not in own
+            find_summaries(cache, key, rule.page, rule.bounds, spans[0])
+            if rule.page > 1 and h not in own
             else None
-            for h, r in enumerate(rules)
+            for h, rule in enumerate(rules)
         ]
 
-    def choose(rules: Sequence[HeadRule], kept: Lists | None) -> Lists:
+    def find_pages(rules: Sequence[HeadRule], kept: Lists | None) -> Lists:
         if own:
-            kept = put_lists(own, rules, kept, key, queries)
+            kept = put_lists(own, rules, kept, key, len(queries))
         return selected.chosen_pages(
             query,
             key,
             rules,
             spans=spans,
-            offset=offset,
+            offset=stop - query.shape[2],
             earlier=earlier,
             summaries=summaries,
             kept=kept,
             window=window,
         )
 
-    if cache is None or queries > 1:
-        return choose(rules, None)
-    return cache.kept(("choice", asker), LastChoice).choose(rules, spans, last, choose)
+    # Only a decoding step can go on with the choice of the step before.
+    if cache is None or len(queries) > 1:
+        return find_pages(rules, None)
+    last_choice = cache.get_kept(("choice", asker), LastChoice)
+    return last_choice.choose_pages(rules, spans, stop, find_pages)
 
 
-def lists_by_head(
+def list_pages_by_head(
     rules: Rules,
     query: Tensor,
     key: Tensor,
@@ -235,23 +419,35 @@ def lists_by_head(
     window: int | None,
     queries: range,
 ) -> dict[int, Tensor]:
-    """The pages of heads whose rules choose them in torch, int32 [B, chunks, most] by head, as `Lists` has them.
+    """Return the pages of the heads whose rules choose them in torch.
 
     Args:
-        rules: one for each head.
-        query, key, scale, text, window: of the whole call, as in `attend`.
-        queries: a range of the queries of the call.
+        rules: One for each head.
+        query, key, scale, text, window: Of the whole call, as in `attend_by_kernel`.
+        queries: A range of the queries of the call.
+
+    Returns:
+        By head, int32 [B, chunks, most], as `Lists` holds them.
     """
-    listing = {h: own for h, rule in enumerate(rules) if (own := listing_rule(rule)) is not None}
+    listing = {}
+    for h, rule in enumerate(rules):
+        own = find_listing_rule(rule)
+        if own is not None:
+            listing[h] = own
     if not listing:
         return {}
+    # Other heads are left out, which saves scoring their pages.
     heads = list(listing)
     group = query.shape[1] // key.shape[1]
     before = None if text.before is None else text.before[:, heads]
+    # The choice of pages has no gradient.
     with torch.no_grad():
+        # One key head for each query head, as rules expect.
         shared = key[:, [h // group for h in heads]]
-        call = rule_call(query[:, heads], shared, scale, replace(text, before=before), window)
+        text = replace(text, before=before)
+        call = make_rule_call(query[:, heads], shared, scale, text, window)
         found: dict[int, Tensor] = {}
+        # Heads with equal rules are scored together.
         for rule in dict.fromkeys(listing.values()):
             index = [i for i, h in enumerate(heads) if listing[h] == rule]
             lists = rule.list_pages(call.heads(index), queries)
@@ -259,17 +455,16 @@ def lists_by_head(
     return found
 
 
-def listing_rule(rule: SparseRule) -> PageRule | None:
+def find_listing_rule(rule: SparseRule) -> PageRule | None:
     """Return the rule if it lists its pages in torch; else None.
 
-    The kernel finds the pages of `Pages` itself. It knows which tokens are near: a rule that changes what `PageRule`
-    says of them goes by masks.
+    The kernel finds the pages of `Pages` itself. It also computes which tokens are near, so a rule
+    that overrides that method of `PageRule` runs under a mask.
     """
     if not isinstance(rule, PageRule) or type(rule) is Pages:
         return None
-    if (
-        rule.query == "own" and rule.chunk != 1
-    ):  # a __post_init__ that leaves out that of PageRule, which makes it 1
+    # PageRule.__post_init__ sets chunk to 1 if query is "own". A subclass may not have called it.
+    if rule.query == "own" and rule.chunk != 1:
         return None
     return None if rule.find_changed_method() else rule
 
@@ -277,18 +472,40 @@ def listing_rule(rule: SparseRule) -> PageRule | None:
 def put_lists(
     own: dict[int, Tensor], rules: Sequence[HeadRule], kept: Lists | None, key: Tensor, queries: int
 ) -> Lists:
-    """Return the pages that are known already, with those of the heads in `own`."""
+    """Return the known pages, with those in `own` put in for their heads.
+
+    Args:
+        own: By head, int32 [B, chunks, most].
+        rules: The kernel's rule of each head.
+        kept: Pages that are already known; None: none.
+        key: [B, Hkv, M, d].
+        queries: Number of queries that choose.
+    """
     shapes = shapes_of_choice(rules, queries, key.shape[2])
+    # -1: no page. Every head needs a table of its shape, also the heads that are not in `own`.
     if kept is None:
         parts = [torch.full((len(key), *shape), -1, dtype=torch.int32) for shape in shapes]
     else:
         parts = kept.of_heads()
-    return Lists(
-        torch.cat([own.get(h, part).flatten(1) for h, part in enumerate(parts)], 1), shapes
-    )
+    rows = torch.cat([own.get(h, part).flatten(1) for h, part in enumerate(parts)], 1)
+    return Lists(rows, shapes)
 
 
-def by_masks(
+# Parts of the output that the kernel does not compute
+
+
+def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
+    """Set the output [B, H, N, dv] to 0 at queries that see no key.
+
+    The kernel gets no mask, only where the real keys begin and end. Without this step, padded
+    queries would attend to the real keys before them.
+    """
+    if reading.mask is None or reading.places.is_whole or not reading.has_padded_queries:
+        return out
+    return out.masked_fill(~reading.sees_something, 0.0)
+
+
+def attend_by_masks(
     heads: list[int],
     query: Tensor,
     key: Tensor,
@@ -299,122 +516,38 @@ def by_masks(
     text: Text,
     window: int | None,
 ) -> Tensor:
-    """Some heads alone, [B, len(heads), N, dv], as `masked` has them; arguments as in `attend`."""
-    every = query.shape[1]
-    of = lambda t: repeat_heads(t, every)[:, heads]
-    mask = options.mask
-    if mask is not None and mask.ndim == 4 and mask.shape[1] == every:
-        mask = mask[:, heads]
-    before = None if text.before is None else text.before[:, heads]
-    sinks = None if options.sinks is None else options.sinks[heads]
-    bias = options.bias
-    if bias is not None and bias.ndim == 4 and bias.shape[1] == every:
-        bias = bias[:, heads]
-    options, text = (
-        replace(options, mask=mask, sinks=sinks, bias=bias),
-        replace(text, before=before),
-    )
-    hidden = masked(
-        query[:, heads], of(key), score.scale, options, rules.of_heads(heads), text, window
-    )
-    return attention(
-        dot_score(score.raw_query[:, heads], of(score.raw_key), score.scale), of(value), hidden
-    )[0]
-
-
-@lru_cache(maxsize=256)
-def kernel_rules(rules: HeadRules, place: int, dim: int) -> tuple[HeadRule | None, ...]:
-    """Return the rule of each head for the kernel; None for heads whose rule it does not know.
+    """Return the output of some heads under a mask, [B, len(heads), N, dv].
 
     Args:
-        rules: of the heads; calls of a layer share the object, by which the result is found again.
-        place: of the length in `rules.by_length`.
-        dim: numbers of a query.
+        heads: Indices of these query heads.
+        query, key, score, value, options, rules, text, window: As in `attend_by_kernel`, of all
+            heads.
     """
-    length, heads = rules.by_length[place]
-    if place == len(rules.by_length) - 1:
-        length = None  # the last rules hold to the end of the text
-    return tuple(None if cuts_chunk(rule, length) else rule_of_head(rule, dim) for rule in heads)
+    every = query.shape[1]
 
+    def select_key_heads(t: Tensor) -> Tensor:
+        return repeat_heads(t, every)[:, heads]
 
-def cuts_chunk(rule: SparseRule, length: int | None) -> bool:
-    """Return whether a rule that holds up to a length lacks queries there that a chunk chooses by.
+    def select_rows(t: Tensor | None) -> Tensor | None:
+        # A mask or bias with one head for all stays as it is.
+        return t[:, heads] if t is not None and t.ndim == 4 and t.shape[1] == every else t
 
-    The kernel gets the queries up to the length alone. `Pages` that choose by the whole chunk also need those after it.
-    """
-    return (
-        length is not None
-        and type(rule) is Pages
-        and rule.query == "chunk"
-        and length % rule.chunk != 0
+    options = replace(
+        options,
+        mask=select_rows(options.mask),
+        bias=select_rows(options.bias),
+        sinks=None if options.sinks is None else options.sinks[heads],
     )
-
-
-def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
-    """A rule as the kernel takes it; of queries of `dim` numbers."""
-    if type(rule) is Exact:
-        return HeadRule(EVERYTHING)
-    if type(rule) is Window:
-        return HeadRule(rule.near, rule.sinks)
-    if type(rule) is Pages:
-        by, bounds = BY.index(rule.query), int(rule.summary == "bounds")
-        return HeadRule(
-            rule.near,
-            rule.sinks,
-            rule.page,
-            rule.chunk,
-            rule.top,
-            bounds,
-            by,
-            rule.channels_of(dim),
-        )
-    own = listing_rule(rule)
-    return (
-        None
-        if own is None
-        else HeadRule(own.near, own.sinks, own.page, own.chunk, own.top, by=KEPT)
+    text = replace(text, before=None if text.before is None else text.before[:, heads])
+    # Rules select by the queries and keys of the call. The logits may come from other ones.
+    hidden = mask_by_rules(
+        query[:, heads],
+        select_key_heads(key),
+        score.scale,
+        options,
+        rules.select_rules(heads),
+        text,
+        window,
     )
-
-
-def is_served(score: PairScore, options: Options, keys: int) -> bool:
-    """Whether the kernel computes this score with these options.
-
-    It computes dot products, with a softcap, sink logits, and a bias that is the same for all queries. It has no
-    gradient of a bias or a mask.
-    """
-    dot = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
-    if not dot or options.dropout_p or options.aggregation is not None:
-        return False
-    bias, mask = options.bias, options.mask
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (bias, mask)):
-        return False
-    if bias is None:
-        return True
-    return (
-        bias.ndim > 1
-        and (bias.shape[-2] == 1 or bias.stride(-2) == 0)
-        and bias.shape[-1] in (1, keys)
-    )
-
-
-def bias_of_keys(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """[B, H, M] of a bias that `is_served` allows."""
-    return (
-        None
-        if bias is None
-        else bias[..., :1, :].expand(*query.shape[:2], 1, key.shape[2])[:, :, 0]
-    )
-
-
-def spans_of(reading: Reading, window: int | None) -> Spans | None:
-    """For each row of the batch the first real key, and the index after the last one.
-
-    None if the mask hides other keys than padding, later ones and those outside the window, if padding stands between
-    real keys, if keys were dropped, or if the mask cannot be read.
-    """
-    places = reading.places
-    if reading.mask is None:
-        return places.spans if places.is_whole else None
-    if places.dropped or not can_read(reading.mask) or not reading.shows_by_place(window):
-        return None
-    return places.spans
+    of_heads = dot_score(score.raw_query[:, heads], select_key_heads(score.raw_key), score.scale)
+    return attention(of_heads, select_key_heads(value), hidden)[0]

@@ -1,4 +1,7 @@
-"""Configuration of sparse attention: a rule for each query head, for one or several lengths of text."""
+"""`SparseConfig`: the sparse rule of each query head.
+
+It checks the rules and writes them to JSON. `HeadRules` (head_rules.py) is what a call reads.
+"""
 
 from __future__ import annotations
 
@@ -13,45 +16,45 @@ from .rules import SparseRule, check_rule
 
 
 def default_rules() -> Rules:
-    """Return the rules of a config that names none.
-
-    A function makes them: the compiler of torch 2.11 cannot follow a dataclass whose default is an object.
-    """
+    """Return the rules of a config that names none."""
+    # A function, because the compiler of torch 2.11 cannot follow a dataclass whose default is an
+    # object.
     return (Pages(),)
 
 
 @dataclass(frozen=True)
 class SparseConfig(MechanismConfig):
-    """Sparse attention: every query head sees the keys that its rule selects, and a softmax over these alone.
+    """Sparse attention: each query head only attends to keys that its rule selects.
 
-    Nothing is learned beside the gate of mode="blend"; mode="replace" is the rules themselves.
+    mode="replace" applies the rules. mode="blend" mixes the result with full attention by a gate,
+    the only learned parameter.
     """
 
     mechanism = "sparse"
 
     rules: Any = option(
         default_rules,
-        "a rule for all heads, or one for each query head; with lengths, a list of such for each length",
+        "a rule for all heads, or one for each query head; with lengths, such a list for each length",
         types=(tuple, list, SparseRule),
     )
     lengths: tuple[int, ...] | None = option(
         None,
-        "rising: the rules of a length hold for the tokens of a text from the length before on, the last ones for all "
-        "that follow; None: one for all",
+        "rising: the rules of a length hold for tokens from the previous length on, the last rules for all that "
+        "follow; None: the same rules for all lengths",
         types=(tuple,),
         optional=True,
     )
     tuned_length: int | None = option(
         None,
-        "tokens a row that the rules were chosen for; a model that runs on 1.1 times as many warns once; None: the "
-        "last of lengths, where there are some",
+        "tokens per row that the rules were chosen for; a model that runs on more than 1.1 times as many warns once; "
+        "None: the last of lengths, if there are any",
         types=(int,),
         least=1,
     )
 
     @property
     def needs(self) -> dict[str, str]:
-        """Rules say which pairs of a head count."""
+        """Properties that other mechanisms must not remove, each with the reason."""
         return {
             "pairwise_logits": "rules select keys, and the logits are of three tokens",
             "logits_by_head": "every head computes the logits of other keys, which then cannot be mixed",
@@ -59,24 +62,29 @@ class SparseConfig(MechanismConfig):
         }
 
     def __post_init__(self):
+        # The dataclass is frozen, so plain assignments raise.
         if isinstance(self.lengths, list):
             object.__setattr__(self, "lengths", tuple(self.lengths))
         super().__post_init__()
         if self.lengths is None:
-            object.__setattr__(self, "rules", self._read(self.rules))
+            object.__setattr__(self, "rules", self._read_rules(self.rules))
             return
         lengths, rules = self.lengths, self.rules
-        counts = all(type(x) is int and 0 < x <= MOST_INTEGER for x in lengths)
-        rising = counts and all(a < b for a, b in zip(lengths, lengths[1:]))
-        if not lengths or not rising:
+        # The type is compared, because bool is a subclass of int.
+        are_counts = all(type(x) is int and 0 < x <= MOST_INTEGER for x in lengths)
+        are_rising = are_counts and all(a < b for a, b in zip(lengths, lengths[1:]))
+        if not lengths or not are_rising:
             self._refuse("lengths", f"rising numbers of tokens, from 1 to {MOST_INTEGER:,}")
         if not isinstance(rules, list | tuple) or len(rules) != len(lengths):
             self._refuse("rules", f"rules for each of the {len(lengths)} lengths")
-        object.__setattr__(self, "rules", tuple(map(self._read, rules)))
+        object.__setattr__(self, "rules", tuple(map(self._read_rules, rules)))
+        # Longer texts run on the rules of the last length, which were not measured there.
         if self.tuned_length is None:
             object.__setattr__(self, "tuned_length", lengths[-1])
 
-    def _read(self, rules: Any) -> Rules:
+    def _read_rules(self, rules: Any) -> Rules:
+        """Return a rule, or a list of rules or their dicts, as a checked tuple."""
+        # JSON has dicts in place of rules.
         rules = rules if isinstance(rules, list | tuple) else (rules,)
         read = tuple(
             SparseRule.from_dict(rule) if isinstance(rule, dict) else rule for rule in rules
@@ -91,19 +99,28 @@ class SparseConfig(MechanismConfig):
         return read
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        write = lambda rules: [rule.to_dict() for rule in rules]
-        rules = (
-            write(self.rules) if self.lengths is None else [write(heads) for heads in self.rules]
-        )
+        """Return the config as JSON values."""
+
+        def write_rules(rules: Rules) -> list[dict[str, Any]]:
+            return [rule.to_dict() for rule in rules]
+
+        if self.lengths is None:
+            rules: list = write_rules(self.rules)
+        else:
+            rules = [write_rules(heads) for heads in self.rules]
         return {**super().to_dict(), "rules": rules}
 
     def head_rules(self, heads: int, where: str) -> HeadRules:
-        """The rules of all heads, for each length.
+        """Return the rules of all heads, for each length.
+
+        Args:
+            heads: Number of query heads.
+            where: Name of the attention layer, for the error.
 
         Raises:
-            ValueError: rules for another count of heads.
+            ValueError: The config has rules for another number of heads.
         """
+        # Without lengths the rules are treated as the rules of one length, None.
         several = (self.rules,) if self.lengths is None else self.rules
         for rules in several:
             if len(rules) not in (1, heads):
@@ -112,5 +129,9 @@ class SparseConfig(MechanismConfig):
                     f"heads of {where}"
                 )
         lengths = self.lengths or (None,)
-        parts = zip(lengths, several, strict=True)
-        return HeadRules(tuple((length, rules * (heads // len(rules))) for length, rules in parts))
+        # A single rule is repeated for every head.
+        by_length = tuple(
+            (length, rules * (heads // len(rules)))
+            for length, rules in zip(lengths, several, strict=True)
+        )
+        return HeadRules(by_length)

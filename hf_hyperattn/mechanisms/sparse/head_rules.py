@@ -1,4 +1,7 @@
-"""The rules of all query heads of a call, and what follows from them whatever the call."""
+"""The sparse rules of all query heads, for one or several lengths of text.
+
+`HeadRules` also computes, once, what follows from the rules for every call.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,13 @@ class HeadRules:
     """The rules of all query heads, for one or several lengths of text.
 
     Args:
-        by_length: (length, rules), the shortest length first. The rules of a length hold for the tokens from the length
-            before on. Those of the last one hold for all that follow; its length may be None.
+        by_length: (length, rules), the shortest length first. The rules of a length hold for tokens
+            from the previous length on. The last rules hold for all tokens that follow; their
+            length may be None.
     """
 
+    # Compared by identity (eq=False): calls of a layer share the object, and caches of results look
+    # it up.
     by_length: tuple[tuple[int | None, Rules], ...]
 
     @property
@@ -28,35 +34,37 @@ class HeadRules:
         return tuple(length for length, _ in self.by_length)
 
     @computed_once
-    def every(self) -> Rules:
+    def every_rule(self) -> Rules:
         """All rules, of every head and length."""
         return tuple(rule for _, heads in self.by_length for rule in heads)
 
     @computed_once
     def are_exact(self) -> bool:
-        """Whether nothing is hidden."""
-        return all(rule.is_exact for rule in self.every)
+        """Whether no rule hides anything."""
+        return all(rule.is_exact for rule in self.every_rule)
 
     @computed_once
     def are_local(self) -> bool:
         """Whether no query's keys depend on where its text begins."""
+        # Exact type: a subclass of Window may select otherwise. Sinks count from the beginning of
+        # the text.
         return all(
-            rule.is_exact or (type(rule) is Window and not rule.sinks) for rule in self.every
+            rule.is_exact or (type(rule) is Window and not rule.sinks) for rule in self.every_rule
         )
 
     @computed_once
     def earlier(self) -> int:
-        """How many queries before a query the rules read at most, see `Rule.earlier`."""
-        return max(rule.earlier for rule in self.every)
+        """Largest number of earlier queries that a rule reads, see `Rule.earlier`."""
+        return max(rule.earlier for rule in self.every_rule)
 
-    def of_heads(self, heads: list[int]) -> HeadRules:
+    def select_rules(self, heads: list[int]) -> HeadRules:
         """Return the rules of these heads, in this order."""
         return HeadRules(
             tuple((length, tuple(rules[h] for h in heads)) for length, rules in self.by_length)
         )
 
-    def after_tokens(self, count: int) -> HeadRules:
-        """Return the rules of what is left of a text without `count` of its tokens: lengths end earlier there."""
+    def shorten_lengths(self, count: int) -> HeadRules:
+        """Return the rules for a text without `count` of its early tokens."""
         if not count or self.lengths == (None,):
             return self
         return HeadRules(
@@ -64,16 +72,17 @@ class HeadRules:
         )
 
     def check_both_sides(self, where: str) -> None:
-        """Refuse rules that have no meaning where queries see the tokens after them too.
+        """Raise if a rule needs causal attention; for layers that are not causal.
 
         Args:
-            where: The attention layer, for the error.
+            where: Name of the attention layer, for the error.
 
         Raises:
-            ValueError: A rule is defined for causal attention only, or rules change with the length.
+            ValueError: A rule is defined for causal attention only, or rules change with the
+                length.
         """
         lengths = tuple(length for length in self.lengths if length is not None)
-        found = [rule.only_causal for rule in self.every if rule.only_causal]
+        found = [rule.only_causal for rule in self.every_rule if rule.only_causal]
         if not lengths and not found:
             return
         given = found[0] if found else f"SparseConfig(lengths={lengths})"

@@ -1,4 +1,8 @@
-"""Sparse attention inside a host: the host's attention, whose queries see the keys that their heads' rules select."""
+"""`SparseLayer`: sparse rules inside an attention layer of a model.
+
+Read here which way a call takes: the compiled kernel, a mask, or the kept keys of a cache that
+evicts.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,22 @@ from ...engines import attention, dot_score
 from ..base import Host, HostCall
 from ..selection.cache import LayerCache, QueriesKept
 from ..selection.places import read_mask
-from ..selection.recent import RecentQueries, recent_queries
+from ..selection.recent import RecentQueries, find_recent_queries
 from ..selection_layer import Result, SelectingCall, SelectionLayer
 from . import compiled
 from .config import SparseConfig
-from .evicted import call_of_part, check_reach, query_heads_of
+from .evicted import check_reach, find_query_heads, make_part_call
 from .head_rules import HeadRules
-from .masking import check_one_text, masked, text_of
+from .masking import check_one_text, mask_by_rules, read_text
 from .rules import Exact
 
 
 class SparseLayer(SelectionLayer):
-    """The layer of sparse rules. Nothing is learned but the gate.
+    """The layer of sparse rules. It learns nothing but the gate.
 
     Raises:
-        ValueError: a host of a prefix LM, rules that need causal attention in a host that is not, or rules for another
-            count of heads.
+        ValueError: The layer is of a prefix LM, it is not causal and a rule needs causal attention,
+            or the number of rules fits another number of heads.
     """
 
     settings = "sparse rules"
@@ -43,6 +47,8 @@ class SparseLayer(SelectionLayer):
                 "does not, which sparse rules do not know; allowed: causal layers and encoder layers, chosen by "
                 "layers="
             )
+        # State on a cache is stored under the layer's name, since several layers may share one
+        # layer of the cache.
         self.asker = host.name
         rules = config.head_rules(host.heads, host.name)
         if not host.is_causal:
@@ -52,23 +58,25 @@ class SparseLayer(SelectionLayer):
 
     def find_rules(self, first: int, count: int, total: int, is_causal: bool) -> HeadRules:
         """See `SelectionLayer.find_rules`."""
-        chosen = lambda h, rule: rule if self.heads is None or h in self.heads else Exact()
-        by_length = self.config.head_rules(total, "this call").by_length
-        heads = range(first, first + count)
-        return HeadRules(
-            tuple(
-                (length, tuple(chosen(h, rules[h]) for h in heads)) for length, rules in by_length
+        by_length = []
+        for length, rules in self.config.head_rules(total, "this call").by_length:
+            # Heads that were not chosen attend to everything.
+            of_heads = tuple(
+                rules[h] if self.heads is None or h in self.heads else Exact()
+                for h in range(first, first + count)
             )
-        )
+            by_length.append((length, of_heads))
+        return HeadRules(tuple(by_length))
 
     def selects_everything(self, rules: HeadRules) -> bool:
         """See `SelectionLayer.selects_everything`."""
         return rules.are_exact
 
     def check_later_tokens(self, call: HostCall, rules: HeadRules) -> None:
-        """See `SelectionLayer.check_later_tokens`; refuses rules too that have no meaning there.
+        """See `SelectionLayer.check_later_tokens`; also checks the rules.
 
-        A host may be called otherwise than it was built, and rules by name have no host.
+        `__init__` cannot check every call: an attention layer may be called otherwise than it was
+        built, and rules by name have no layer.
         """
         rules.check_both_sides(self.asker or "this call")
         super().check_later_tokens(call, rules)
@@ -78,6 +86,7 @@ class SparseLayer(SelectionLayer):
     ) -> Result:
         """See `SelectionLayer.attend_selected`."""
         window = asked.options.window or asked.call.keywords.get("sliding_window")
+        # First, because even exact heads need the kept keys: the keys of the call are NaN.
         if asked.cache is not None and asked.cache.keep is not None:
             return self.attend_parts(asked, asked.cache, rules, window)
         if rules.are_exact:
@@ -85,18 +94,22 @@ class SparseLayer(SelectionLayer):
         return self.attend_by_rules(asked, rules, window)
 
     def attend_by_rules(self, asked: SelectingCall, rules: HeadRules, window: int | None) -> Result:
-        """By the compiled kernel where it computes this call, else by a mask.
+        """Compute attention on the compiled kernel if possible, else under a mask.
 
         Args:
-            asked: the call.
-            rules: of its heads.
-            window: the host's sliding window.
+            asked: The call.
+            rules: Of its heads.
+            window: Sliding window of the attention layer; None: none.
         """
-        call, score, value, options = asked.call, asked.score, asked.value, asked.options
+        call = asked.call
+        score, value = asked.score, asked.value
+        options = asked.options
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
-        text = text_of(call.query, call.key, reading, rules, self.queries_kept(call))
+        text = read_text(call.query, call.key, reading, rules, self.find_earlier_queries(call))
+        # The kernel returns no weights, and cannot run what other mechanisms put in place of
+        # `attention`.
         if asked.whole is attention and not asked.weights:
-            out = compiled.attend(
+            out = compiled.attend_by_kernel(
                 call.query,
                 call.key,
                 score,
@@ -110,41 +123,64 @@ class SparseLayer(SelectionLayer):
             )
             if out is not None:
                 return out, None
-        if call.keywords.get("indices") is None:  # an indexer hides what it likes
+        # An indexer (`indices`) may hide any key, so its mask does not show where texts begin.
+        if call.keywords.get("indices") is None:
             check_one_text(reading, rules, window)
-        hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
-        return asked.whole(score, value, hidden, backend=asked.backend, weights=asked.weights)
+        masked = mask_by_rules(call.query, call.key, call.scale, options, rules, text, window)
+        return asked.whole(score, value, masked, backend=asked.backend, weights=asked.weights)
 
-    def queries_kept(self, call: HostCall) -> RecentQueries | QueriesKept | None:
-        """Return the layer's queries of earlier calls; None if no rule reads any, or nothing keeps them."""
+    def find_earlier_queries(self, call: HostCall) -> RecentQueries | QueriesKept | None:
+        """Return the layer's queries of earlier calls.
+
+        None if no rule reads any, or if nothing keeps them.
+        """
         if not (self.reads_cache and call.is_causal):
             return None
         cache = attached_to(call.key, LayerCache)
         if cache is None:
-            return recent_queries(call.cache, self.asker)
-        return cache.kept(("queries", self.asker), QueriesKept)
+            return find_recent_queries(call.cache, self.asker)
+        return cache.get_kept(("queries", self.asker), QueriesKept)
 
     def attend_parts(
         self, asked: SelectingCall, cache: LayerCache, rules: HeadRules, window: int | None
     ) -> Result:
-        """With a cache that forgets: heads that keep the same keys together, of these keys."""
+        """Compute attention over a cache that evicts, part by part.
+
+        The heads of a part keep the same keys.
+
+        Args:
+            asked, rules, window: As in `attend_by_rules`.
+            cache: Holds the kept keys.
+        """
         call = asked.call
-        real, (batch, heads, n, _) = check_reach(cache, call, rules, window), call.query.shape
+        real = check_reach(cache, call, rules, window)
+        batch, heads, n, _ = call.query.shape
+        # Every head is in one part, so all of the output is written.
         out = call.query.new_empty(batch, heads, n, call.value.shape[3])
-        shown = call.query.new_zeros(batch, heads, n, call.key.shape[2]) if asked.weights else None
+        weights = None
+        if asked.weights:
+            # Weights of evicted keys stay 0.
+            weights = call.query.new_zeros(batch, heads, n, call.key.shape[2])
         for part in cache.parts:
-            own = call_of_part(cache, part, call, asked.options, real)
-            chosen, gone = query_heads_of(cache, part, heads), part.tokens[0].gone
-            score = dot_score(own.query, own.key, own.scale)
-            of_part = SelectingCall(
-                own, attention, score, own.value, own.options, asked.backend, asked.weights
+            part_call = make_part_call(cache, part, call, asked.options, real)
+            part_heads = find_query_heads(cache, part, heads)
+            part_asked = SelectingCall(
+                call=part_call,
+                whole=attention,
+                score=dot_score(part_call.query, part_call.key, part_call.scale),
+                value=part_call.value,
+                options=part_call.options,
+                backend=asked.backend,
+                weights=asked.weights,
             )
-            found, shares = self.attend_by_rules(
-                of_part, rules.of_heads(chosen).after_tokens(gone), window
-            )
-            out[:, chosen] = found.to(out.dtype)
-            if shown is not None and shares is not None:
-                at = torch.tensor(chosen, device=out.device)[:, None], part.tokens[0].places()
-                shown[:, at[0], :, at[1]] = shares.to(shown.dtype).permute(1, 3, 0, 2)
+            part_rules = rules.select_rules(part_heads).shorten_lengths(part.tokens[0].gone)
+            part_out, part_weights = self.attend_by_rules(part_asked, part_rules, window)
+            out[:, part_heads] = part_out.to(out.dtype)
+            if weights is not None and part_weights is not None:
+                row = torch.tensor(part_heads, device=out.device)[:, None]
+                column = part.tokens[0].find_places()
+                # Indexing by two tensors puts their axes first: [heads, keys, B, N].
+                weights[:, row, :, column] = part_weights.to(weights.dtype).permute(1, 3, 0, 2)
+        # Only now: this call may still read keys that later calls will not.
         cache.evict_unreachable(real)
-        return out, shown
+        return out, weights

@@ -1,7 +1,7 @@
-"""Sparse rules as the mask of a call: where its tokens stand in their rows, and which keys its queries then see.
+"""Sparse rules as a mask: which keys the queries of a call may see.
 
-A rule knows texts without padding. So keys are laid by their places, the rules of all heads look at them, and what
-they say goes back to where the keys stand, beside the masks that the call has anyway.
+Rules know texts without padding. So keys are moved to their places in the text, rules decide there,
+and the result is moved back to the positions of the keys and combined with the mask of the call.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ..selection.recent import RecentQueries
 from .head_rules import HeadRules, Rules
 from .pages import PageRule
 from .rules import Exact, RuleCall, Window
-from .selection import lay
+from .selection import scatter_rows
 
-logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
-#: Where the rules of this package are defined.
+logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is added by Transformers
+#: Rules defined in this package have a module name that begins with this.
 OUR_RULES = __package__ or ""
-#: What `check_one_text` says of chunked attention in decoding, and of hosts that do not pass their window.
-GONE = "cache that drops tokens, of whose sliding window nobody tells attention"
+#: Completions of `SEVERAL_TEXTS`: chunked attention in decoding, and attention layers that do not
+#: pass their window.
+GONE = "cache that drops tokens, in a layer that does not pass its sliding window"
 HIDDEN_PREVIOUS = "mask that hides the token before one"
 PACKED = "mask of several texts in a row"
 #: The error for rows that rules do not know.
@@ -40,25 +41,32 @@ SEVERAL_TEXTS = (
 )
 
 
+# Checks of masks that rules cannot describe
+
+
 def check_one_text(reading: Reading, rules: HeadRules, window: int | None) -> None:
-    """Refuse rows that hold several texts, or that are read in chunks, which rules would take for one whole text.
+    """Raise if rows hold several texts or are read in chunks.
+
+    Rules would take such a row for one whole text.
 
     Args:
-        reading: of the call's mask.
-        rules: those that count from the query alone may see such rows.
-        window: as in `masked`.
+        reading: Of the call's mask.
+        rules: Of all heads. Rules that count only from the query may see such rows.
+        window: Sliding window of the attention layer; None: none.
 
     Raises:
-        ValueError: a real query does not see the real token before it, or a cache drops tokens without a window.
+        ValueError: A real query does not see the real token before it, or a cache drops tokens
+            without a window.
     """
     mask = reading.mask
     if mask is None or rules.are_local:
         return
-    # of a dropped token windows need nothing: what they would see of it, the host hides
-    by_place = any(type(rule) not in (Exact, Window) for rule in rules.every)
-    gone = reading.places.dropped > 0 and window is None and by_place
-    if gone:
+    # `Exact` and `Window` need nothing of dropped tokens: the attention layer hides from them what
+    # they would see.
+    by_place = any(type(rule) not in (Exact, Window) for rule in rules.every_rule)
+    if reading.places.dropped > 0 and window is None and by_place:
         raise ValueError(SEVERAL_TEXTS.format(GONE))
+    # With a window of one token, every query only sees itself.
     if window is not None and window <= 1:
         return
     if not can_read(mask):
@@ -68,14 +76,16 @@ def check_one_text(reading: Reading, rules: HeadRules, window: int | None) -> No
 
 
 def check_unpacked(reading: Reading, rules: HeadRules) -> None:
-    """Refuse a mask of a caller's own that packs several texts into a row; it may hide anything else.
+    """Raise if a caller's own mask packs several texts into a row.
+
+    Such a mask may hide any other keys.
 
     Args:
-        reading: of the mask.
-        rules: those that count from the query alone may see such rows.
+        reading: Of the mask.
+        rules: Of all heads. Rules that count only from the query may see such rows.
 
     Raises:
-        ValueError: a row holds several texts.
+        ValueError: A row holds several texts.
     """
     mask = reading.mask
     if mask is None or rules.are_local:
@@ -86,15 +96,18 @@ def check_unpacked(reading: Reading, rules: HeadRules) -> None:
         raise ValueError(SEVERAL_TEXTS.format(PACKED))
 
 
+# Where the tokens of a call stand in their texts
+
+
 @dataclass(frozen=True, eq=False)
 class Text:
-    """What is known of the texts that a call is of.
+    """Where the queries and keys of a call stand in their texts.
 
     Args:
-        reading: of the call's mask.
-        last: how many keys there are so far; None where that cannot be read.
-        before: queries [B, H, T, d] that stood before those of the call; None where they are not known.
-        earlier: how many of those the rules read.
+        reading: Of the call's mask.
+        last: Number of keys so far; None if it cannot be read.
+        before: Queries [B, H, T, d] that stood before the call; None if they are unknown.
+        earlier: Number of earlier queries that the rules read.
     """
 
     reading: Reading
@@ -107,30 +120,33 @@ class Text:
         """Where queries and keys stand."""
         return self.reading.places
 
-    def reaches(self, queries: int) -> bool:
-        """Whether all queries are known that the selections of these many queries may read."""
+    def has_earlier_queries(self, queries: int) -> bool:
+        """Return whether `before` holds all queries that this many queries may need."""
         needed = min(self.earlier, (self.last or 0) - queries)
         return not needed or (self.before is not None and self.before.shape[2] >= needed)
 
 
 @torch.no_grad()
-def text_of(
+def read_text(
     query: Tensor,
     key: Tensor,
     reading: Reading,
     rules: HeadRules,
     recent: RecentQueries | QueriesKept | None = None,
 ) -> Text:
-    """What is known of a call's texts; to be called once a call, for it may change `recent`.
+    """Return where the tokens of a call stand in their texts.
+
+    Run it once per call, because it changes `recent`.
 
     Args:
-        query, key, rules: as in `masked`.
-        reading: of the call's mask.
-        recent: the queries that calls with the same cache have left, None without a cache; this call leaves its own.
+        query, key, rules: As in `mask_by_rules`.
+        reading: Of the call's mask.
+        recent: Queries left by earlier calls with the same cache; this call adds its own. None: no
+            cache.
 
     Raises:
-        ValueError: the call is exported or traced, or a selection is shared among queries in a decoding step that is
-            compiled.
+        ValueError: The call is exported or traced, or it is a compiled decoding step whose queries
+            share a selection.
     """
     if is_exporting() or torch.jit.is_tracing():
         raise ValueError(
@@ -138,27 +154,35 @@ def text_of(
             "allowed: unpatch_model, or layers whose rules are all Exact()"
         )
     n, places = query.shape[2], reading.places
-    last, dropped = places.stop if can_read(key, reading.mask) else None, places.dropped
+    last = places.stop if can_read(key, reading.mask) else None
     earlier = rules.earlier
     before = None
     if earlier and recent is not None and last is not None:
-        start, stop = last - n, last + dropped
-        # Some tokens may be taken back before the next call, as assisted decoding does.
+        # Counted from the beginning of the row, including tokens that a cache has dropped.
+        stop = last + places.dropped
+        # Keep more than needed: assisted decoding takes some tokens back before the next call.
         kept = earlier + 1 + TAKEN_BACK
-        least, most = (places.count_slots(stop - n, tokens) for tokens in (earlier, kept))
-        count = places.count_slots(stop, kept)
         before = recent.go_on(
-            query, key, start=start, least=least, most=most, count=count, dropped=dropped
+            query,
+            key,
+            start=last - n,
+            least=places.count_slots(stop - n, earlier),
+            most=places.count_slots(stop - n, kept),
+            count=places.count_slots(stop, kept),
+            dropped=places.dropped,
         )
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
             "allowed: query='own', or decoding that is not compiled"
         )
-    return Text(reading, last, before, earlier)
+    return Text(reading=reading, last=last, before=before, earlier=earlier)
 
 
-def masked(
+# The mask
+
+
+def mask_by_rules(
     query: Tensor,
     key: Tensor,
     scale: float,
@@ -167,29 +191,142 @@ def masked(
     text: Text | None = None,
     window: int | None = None,
 ) -> Options:
-    """The options of a call, with what its rules hide hidden; a mask that is added keeps its gradient.
+    """Return the options of a call with a mask that also hides what its rules hide.
+
+    An additive mask keeps its gradient.
 
     Args:
-        query, key: [B, H, N, d] and [B, Hkv, M, d], which rules select by.
-        scale: the logit is scale · q·k.
-        rules: one for each query head.
-        text: what `text_of` says of the call; None: of a causal one whose first token is key 0, and nothing is kept.
-        window: the host's sliding window.
+        query, key: [B, H, N, d] and [B, Hkv, M, d], as rules see them.
+        scale: The attention logit is scale · q·k.
+        options: Of the call.
+        rules: One for each query head.
+        text: The result of `read_text`. None: a causal call whose first token is key 0, without a
+            cache.
+        window: Sliding window of the attention layer; None: none.
 
     Raises:
-        ValueError: a rule reads queries before those of the call, which are not known.
+        ValueError: A rule reads earlier queries that are not known.
     """
     if rules.are_exact:
         return options
     log_masked_rules(rules)
-    return hide(options, _seen(query, key, scale, options, rules, text, window))
+    return hide_unseen(options, _find_seen(query, key, scale, options, rules, text, window))
+
+
+@torch.no_grad()
+def _find_seen(
+    query, key, scale, options: Options, rules: HeadRules, text: Text | None, window: int | None
+) -> Tensor:
+    """Return bool [B, H, N, M], the keys that rules show.
+
+    Arguments are as in `mask_by_rules`.
+    """
+    if text is None:
+        text = read_text(query, key, read_mask(query, key, options, True), rules)
+    key_numbers = text.places.key_numbers
+    call = make_rule_call(query, repeat_heads(key, query.shape[1]), scale, text, window)
+    # The first rows belong to earlier queries, which are in the call for the selection only.
+    seen = find_visible(rules, call)[:, :, call.earlier :]
+    # Move the result from tokens of the text back to keys of the call. Padding has the number -1.
+    slots = key_numbers.clamp_min(0)[:, None, None].expand(*seen.shape[:3], -1)
+    return seen.gather(3, slots) & (key_numbers >= 0)[:, None, None]
+
+
+def hide_unseen(options: Options, seen: Tensor) -> Options:
+    """Return the options with a mask that also hides keys that are not seen.
+
+    Args:
+        options: Of the call.
+        seen: Bool [B, H, N, M].
+    """
+    mask = options.mask
+    if mask is None:
+        return replace(options, mask=seen)
+    if mask.dtype == torch.bool:
+        return replace(options, mask=seen & mask)
+    return replace(options, mask=torch.where(seen, mask, -torch.inf))
+
+
+def make_rule_call(
+    query: Tensor, key: Tensor, scale: float, text: Text, window: int | None
+) -> RuleCall:
+    """Return the call as rules see it.
+
+    Keys are at their places in the text, and the call's queries follow earlier ones.
+
+    Args:
+        query, key: [B, H, N, d] and [B, H, M, d].
+        scale, text, window: As in `mask_by_rules`.
+    """
+    places, before = text.places, text.before
+    # Selections are made in float32 at least: in half precision, close scores round to one number.
+    dtype = working_dtype(query, key)
+    query = query.to(dtype)
+    key = key.to(dtype)
+    place = places.query_numbers.expand(len(query), -1)
+    # Without padding and dropped tokens, key j is token j already.
+    if text.last is None or not places.is_whole:
+        key = scatter_rows(key, places.key_numbers, key.shape[2] + places.dropped)
+    count = 0
+    if before is not None:
+        count = before.shape[2]
+        stop = (text.last or 0) + places.dropped - query.shape[2]
+        back = places.numbers[:, stop - count : stop].expand(len(query), -1)
+        query = torch.cat([before.to(dtype), query], 2)
+        place = torch.cat([back, place], 1)
+    return RuleCall(
+        query=query,
+        key=key,
+        scale=scale,
+        place=place,
+        window=window,
+        earlier=count,
+        lengths=None if text.reading.is_causal else count_tokens(places),
+    )
+
+
+def count_tokens(places: Places) -> Tensor:
+    """Return int64 [B|1], the number of real tokens in each row."""
+    if places.real is None:
+        return torch.full((1,), places.keys, device=places.device)
+    return places.real.sum(1)
+
+
+def find_visible(rules: HeadRules, call: RuleCall) -> Tensor:
+    """Return bool [B, H, N, M], the keys that the rules of all lengths show.
+
+    The mask of the call hides later tokens, so all of them count as visible here. In a call that is
+    not causal, padded queries see everything, as far as the mask of the model lets them.
+    """
+    seen = find_visible_by_head(rules.by_length[-1][1], call)
+    # From the longest length to the shortest, so that the rules of the shortest that fits win.
+    for length, heads in reversed(rules.by_length[:-1]):
+        seen = torch.where(call.places < (length or 0), find_visible_by_head(heads, call), seen)
+    return seen | (call.tokens > call.places if call.is_causal else call.places < 0)
+
+
+def find_visible_by_head(rules: Rules, call: RuleCall) -> Tensor:
+    """Return bool [B, H, N, M], the keys that the rules of one length show."""
+    batch, heads, queries = call.query.shape[:3]
+    keys = call.key.shape[2]
+    if len(set(rules)) == 1:
+        return rules[0].visible(call).expand(batch, heads, queries, keys)
+    seen = torch.empty(batch, heads, queries, keys, dtype=torch.bool, device=call.key.device)
+    # Heads with equal rules are computed together.
+    for rule in dict.fromkeys(rules):
+        index = [h for h in range(heads) if rules[h] == rule]
+        seen[:, index] = rule.visible(call.heads(index)).expand(batch, len(index), queries, keys)
+    return seen
+
+
+# The log line for rules that a user expects on the kernel
 
 
 def log_masked_rules(rules: HeadRules) -> None:
-    """Say once of each rule from outside this package that it runs under a mask."""
+    """Log once for each rule from outside this package that it runs under a mask."""
     if torch.compiler.is_compiling():
         return
-    for kind, name in dict.fromkeys((type(rule), rule.name) for rule in rules.every):
+    for kind, name in dict.fromkeys((type(rule), rule.name) for rule in rules.every_rule):
         if not kind.__module__.startswith(OUR_RULES):
             logger.warning_once(
                 f"hf_hyperattn: the sparse rule {name!r} runs under a mask of all pairs, which saves no time. "
@@ -198,7 +335,11 @@ def log_masked_rules(rules: HeadRules) -> None:
 
 
 def explain_mask(kind: type) -> str:
-    """Return the sentence that says why a rule of this class from outside this package runs under a mask."""
+    """Return the sentence that explains why a foreign rule runs under a mask.
+
+    Args:
+        kind: Its class, from outside this package.
+    """
     served = "causal calls on the CPU in float32 and bfloat16"
     if not issubclass(kind, PageRule):
         return f"Rules that derive from hf_hyperattn.rules.PageRule run on the kernel in {served}."
@@ -206,77 +347,3 @@ def explain_mask(kind: type) -> str:
     if changed:
         return f"It overrides PageRule.{changed}, which the kernel computes itself. Define score_pages alone."
     return f"The kernel does not take this call. It takes {served}; docs/selection.md lists the exceptions."
-
-
-@torch.no_grad()
-def _seen(
-    query, key, scale, options: Options, rules: HeadRules, text: Text | None, window: int | None
-) -> Tensor:
-    """Bool [B, H, N, M], what the rules let be seen; arguments as in `masked`."""
-    text = (
-        text_of(query, key, read_mask(query, key, options, True), rules) if text is None else text
-    )
-    places, heads = text.places, query.shape[1]
-    call = rule_call(query, repeat_heads(key, heads), scale, text, window)
-    seen = visible_of(rules, call)[:, :, call.earlier :]
-    slots = places.key_numbers.clamp_min(0)[:, None, None].expand(*seen.shape[:3], -1)
-    return seen.gather(3, slots) & (places.key_numbers >= 0)[:, None, None]
-
-
-def hide(options: Options, seen: Tensor) -> Options:
-    """The options with what is not `seen`, bool [B, H, N, M], hidden too."""
-    mask = options.mask
-    if mask is None or mask.dtype == torch.bool:
-        return replace(options, mask=seen if mask is None else seen & mask)
-    return replace(options, mask=torch.where(seen, mask, -torch.inf))
-
-
-def rule_call(query: Tensor, key: Tensor, scale: float, text: Text, window: int | None) -> RuleCall:
-    """What rules are shown: keys laid by their places, and the queries with those before them."""
-    dtype, places, before = working_dtype(query, key), text.places, text.before
-    query, key = query.to(dtype), key.to(dtype)
-    slots, place, count = (
-        key.shape[2] + places.dropped,
-        places.query_numbers.expand(len(query), -1),
-        0,
-    )
-    if text.last is None or not places.is_whole:
-        key = lay(key, places.key_numbers, slots)
-    if before is not None:
-        count, stop = before.shape[2], (text.last or 0) + places.dropped - query.shape[2]
-        back = places.numbers[:, stop - count : stop].expand(len(query), -1)
-        query, place = torch.cat([before.to(dtype), query], 2), torch.cat([back, place], 1)
-    lengths = None if text.reading.is_causal else count_tokens(places)
-    return RuleCall(query, key, scale, place, window, count, lengths)
-
-
-def count_tokens(places: Places) -> Tensor:
-    """Return int64 [B|1], the real tokens of each row."""
-    if places.real is None:
-        return torch.full((1,), places.keys, device=places.device)
-    return places.real.sum(1)
-
-
-def visible_of(rules: HeadRules, call: RuleCall) -> Tensor:
-    """Bool [B, H, N, M], what the rules of all heads and lengths let be seen.
-
-    Causality is in the mask: of tokens after a query, all are seen here. So are all by padding in calls that are not
-    causal, as far as the mask of the model lets it.
-    """
-    seen = visible_by_head(rules.by_length[-1][1], call)
-    for length, heads in reversed(rules.by_length[:-1]):
-        seen = torch.where(call.places < (length or 0), visible_by_head(heads, call), seen)
-    return seen | (call.tokens > call.places if call.is_causal else call.places < 0)
-
-
-def visible_by_head(rules: Rules, call: RuleCall) -> Tensor:
-    """The same for the rules of one length; each kind of rule looks at all its heads at once."""
-    heads = call.query.shape[1]
-    shape = (*call.query.shape[:3], call.key.shape[2])
-    if len(set(rules)) == 1:
-        return rules[0].visible(call).expand(shape)
-    seen = torch.empty(shape, dtype=torch.bool, device=call.key.device)
-    for rule in dict.fromkeys(rules):
-        index = [h for h in range(heads) if rules[h] == rule]
-        seen[:, index] = rule.visible(call.heads(index)).expand(shape[0], len(index), *shape[2:])
-    return seen

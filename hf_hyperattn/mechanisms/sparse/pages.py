@@ -1,6 +1,7 @@
-"""Pages of keys of which a query opens the best, by a score of each.
+"""Rules that divide keys into pages and open the pages with the largest scores.
 
-`PageRule` is for any score. `Pages` scores by a summary: bounds (Quest) or the mean (MoBA, InfLLM).
+`PageRule` is the base for any page score. `Pages` scores a page by a summary: bounds (Quest) or the
+mean (MoBA, InfLLM).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from .selection import (
     Chunks,
     SelectingRule,
     Selector,
-    best,
-    chunks_of,
-    cut_to_text,
+    limit_to_text,
+    select_best,
+    split_chunks,
 )
 
 Summary = Literal["bounds", "mean"]
-#: Methods of `PageRule` whose results the kernel computes itself. It would not notice a subclass that changes them.
+#: Methods of `PageRule` whose results the kernel computes itself. It would not notice a subclass
+#: that changes them.
 FIXED = ("visible", "opening", "choose_pages")
 
 
@@ -39,7 +41,7 @@ class Choice:
     Args:
         chunks: Of the call's queries.
         pages: Bool [B, H, R, P], the pages of each chunk.
-        opening, closing: int64 [B, 1, R, 1], the tokens near each chunk begin and end here.
+        opening, closing: int64 [B, 1, R, 1], where the tokens near each chunk begin and end.
     """
 
     chunks: Chunks
@@ -49,26 +51,28 @@ class Choice:
 
 
 class PageRule(SelectingRule):
-    """The nearest tokens, the first ones, and the `top` pages of all others with the largest scores.
+    """Show the nearest tokens, the first ones, and the best `top` other pages.
 
-    A rule of your own is a frozen dataclass with the fields below, and defines `score_pages`. It runs on the compiled
-    kernel in causal calls on a CPU, and under a mask elsewhere, with the same result. A rule that overrides `visible`,
-    `opening` or `choose_pages` always runs under a mask.
+    A rule of your own is a frozen dataclass with the fields below, and defines `score_pages`. It
+    runs on the compiled kernel in causal calls on a CPU, and under a mask elsewhere, with the same
+    result. A rule that overrides `visible`, `opening` or `choose_pages` always runs under a mask.
 
-    Page a holds tokens a·page ... (a+1)·page - 1. A chunk of queries that begins at token c sees all tokens from
-    w = page·floor(max(0, c - near + 1) / page) on, and the sinks. Among the pages before w it opens the `top` with the
-    largest scores; of equal scores the first.
+    Page a holds tokens a·page ... (a+1)·page - 1. A chunk of queries that begins at token c sees
+    the sinks and all tokens from w = page·floor(max(0, c - near + 1) / page) on. Among the pages
+    before w it opens the `top` with the largest scores. Ties go to the first page.
 
-    In attention that is not causal, near are the pages that hold a token at a distance of less than `near` from the
-    chunk, before or after it. All other pages of the text can be opened. The last page of the text may be shorter; only
-    its own tokens enter its score. query="previous" is refused there, since later pages have no chunk before them.
+    In attention that is not causal, near pages hold a token at a distance of less than `near` from
+    the chunk, before or after it. All other pages of the text can be opened. The last page of the
+    text may be shorter; only its own tokens enter its score. query="previous" raises an error
+    there, since later pages have no chunk before them.
 
     Args:
-        near: Tokens less than so many before a chunk are seen, rounded up to whole pages; at least 1.
-        sinks: So many first tokens of the text are seen.
+        near: Tokens at a distance of less than this before a chunk are seen, rounded up to whole
+            pages; at least 1.
+        sinks: Number of first tokens of the text that every query sees.
         page: Tokens of a page; at least 1.
-        top: So many pages are opened.
-        query: What a chunk chooses by, see `selection.QUERY_HELP`.
+        top: Number of pages that a chunk opens.
+        query: Selecting vector of a chunk, see `selection.QUERY_HELP`.
         chunk: Queries that share a choice; 1 if query="own".
     """
 
@@ -79,6 +83,8 @@ class PageRule(SelectingRule):
 
     def __post_init__(self):
         super().__post_init__()
+        # Checked here as well: a subclass may declare its fields without `option`. The type is
+        # compared, because bool is a subclass of int.
         for name, least in (("near", 1), ("sinks", 0), ("page", 1), ("top", 0), ("chunk", 1)):
             number = getattr(self, name)
             if type(number) is not int or number < least:
@@ -88,150 +94,180 @@ class PageRule(SelectingRule):
 
     @classmethod
     def find_changed_method(cls) -> str:
-        """Return the name of a method that keeps this class from the kernel; "" if there is none."""
-        return next(
-            (name for name in FIXED if getattr(cls, name) is not getattr(PageRule, name)), ""
-        )
+        """Return the name of a method that keeps this class from the kernel, or ""."""
+        for name in FIXED:
+            if getattr(cls, name) is not getattr(PageRule, name):
+                return name
+        return ""
 
     @abstractmethod
     def score_pages(self, query: Tensor, pages: Tensor, real: Tensor | None = None) -> Tensor:
-        """Return the scores of pages, [B, H, R, P]; the largest are opened.
+        """Return the scores of pages, [B, H, R, P]; those with the largest are opened.
 
-        The score of a page must depend on no later page: `pages` also holds keys that come after a chunk.
+        The score of a page must depend on no later page: `pages` also holds keys that come after a
+        chunk.
 
         Args:
-            query: [B, H, R, d], what each chunk chooses by; float32, or float64 where the call is.
-            pages: [B, H, P, page, d], the keys of each page; the last one is filled up with zeros.
-            real: Bool [B or 1, 1, P, page, 1], the keys that the text has, where a page that is not complete may be
-                opened: in attention that is not causal. None: all. A page without keys may have any score.
+            query: [B, H, R, d], the selecting vector of each chunk; float32, or float64 if the call
+                is.
+            pages: [B, H, P, page, d], the keys of each page; the last page is padded with zeros.
+            real: Bool [B or 1, 1, P, page, 1], False at this padding. Given in attention that is
+                not causal, in which an incomplete page may be opened. None: all True. A page
+                without keys may have any score.
         """
 
     @property
     def score_cost(self) -> float:
-        """What the score of a page costs, as a share of a logit."""
+        """Cost of scoring one page, as a share of the cost of one logit."""
         return 1.0
 
     def share(self, length: int) -> float:
-        """Tokens seen, and pages scored, where there are more than are opened, over the queries that share them."""
+        """Return the share of causal logits that a head computes.
+
+        Counted are the tokens seen, and the pages scored divided by the chunk that shares them.
+
+        Pages are scored only if there are more than `top`.
+        """
         places = torch.arange(length)
         opening = self.opening(places // self.chunk * self.chunk)
+        # Candidates are the pages before the near tokens, without the pages that hold only sinks.
         pages = (opening // self.page - self.sinks // self.page).clamp_min(0)
         seen = places - opening + 1 + opening.clamp_max(self.sinks)
         return share_of(seen + self.count_chosen(pages))
 
     def share_both_sides(self, length: int) -> float:
-        """The same on both sides; the last page counts as if it were complete."""
+        """Return the same share without causality.
+
+        The last page counts as if it were complete.
+        """
         if self.only_causal:
             return super().share_both_sides(length)
         chunks = torch.arange(length) // self.chunk * self.chunk
-        opening, closing = self.opening(chunks), self.closing(chunks).clamp_max(length)
+        opening = self.opening(chunks)
+        closing = self.closing(chunks).clamp_max(length)
         sinks = min(self.sinks, length)
-        first = sinks // self.page  # the first page that holds more than sinks
+        # The first page that does not hold sinks only, and the number of pages (rounded up).
+        first = sinks // self.page
+        pages = -(length // -self.page)
         before = (opening // self.page - first).clamp_min(0)
-        after = (-(length // -self.page) + closing // -self.page).clamp_max(
-            -(length // -self.page) - first
-        )
+        after = (pages + closing // -self.page).clamp_max(pages - first)
         seen = closing - opening + opening.clamp_max(sinks) + (sinks - closing).clamp_min(0)
         return share_of(seen + self.count_chosen(before + after.clamp_min(0)), is_causal=False)
 
     def count_chosen(self, pages: Tensor) -> Tensor:
-        """Return how many logits a query computes: to score this many pages, and for the tokens of the chosen ones."""
+        """Return the logits of a query for scoring pages and reading the chosen ones.
+
+        Args:
+            pages: Number of candidates of each query.
+        """
         scored = pages.where(pages > self.top, 0).double() * self.score_cost / self.chunk
         return pages.clamp_max(self.top) * self.page + scored
 
     @property
     def only_causal(self) -> str:
-        """A choice by the chunk before."""
+        """The setting that needs causal attention: a choice by the chunk before."""
         return f"{type(self).__name__}(query='previous')" if self.query == "previous" else ""
 
     def opening(self, start: Tensor) -> Tensor:
-        """The token from which on a chunk that begins at `start` sees everything."""
+        """Return the first token near a chunk that begins at `start`."""
         return (start - self.near + 1).clamp_min(0) // self.page * self.page
 
     def closing(self, start: Tensor) -> Tensor:
-        """The end of the tokens near a chunk that begins at `start`, in attention that is not causal."""
+        """Return the end of the tokens near a chunk, if attention is not causal."""
         return (start + self.chunk + self.near - 2) // self.page * self.page + self.page
 
     def choose_pages(self, call: RuleCall) -> Choice:
-        """Return what the chunks of a call's queries choose."""
-        chunks = chunks_of(call, self.chunk, self.query)
-        opening, closing = self.opening(chunks.start), self.closing(chunks.start)
-        pages, real = pages_of(call.key, self.page), None
+        """Return the pages that the chunks of a call's queries choose."""
+        chunks = split_chunks(call, self.chunk, self.query)
+        opening = self.opening(chunks.start)
+        closing = self.closing(chunks.start)
+        pages = split_pages(call.key, self.page)
+        real = None
         starts = torch.arange(pages.shape[2], device=pages.device) * self.page
         stops = starts + self.page
+        # Only whole pages before the near tokens, so that a choice depends on no later token.
         candidates = stops <= opening
         if call.lengths is not None:
             lengths = call.lengths[:, None, None, None]
+            # Without causality also the pages after the near tokens. The last page may be
+            # incomplete.
             candidates = candidates | ((starts >= closing) & (starts < lengths))
             stops = stops.minimum(lengths)
             inside = torch.arange(pages.shape[3], device=pages.device)
             real = (starts[:, None] + inside < lengths)[..., None]
+        # A page of sinks only is seen anyway.
         candidates = candidates & (stops > self.sinks)
-        if (
-            call.window is not None
-        ):  # what a cache has dropped, or drops before the chunk ends, is no candidate
+        if call.window is not None:
+            # A cache with a window may have dropped a page, or drop it before the chunk ends.
+            # Whether it has must not change the choice, so such a page is no candidate.
             candidates = candidates & (starts >= chunks.start + self.chunk - call.window)
             if not call.is_causal:
                 candidates = candidates & (stops <= chunks.start + call.window)
-        chunks.check(call, candidates)
-        scores, shape = (
-            self.score_pages(chunks.query, pages, real),
-            (*chunks.query.shape[:3], pages.shape[2]),
+        chunks.check_known(call, candidates)
+        scores = self.score_pages(chunks.query, pages, real)
+        shape = (*chunks.query.shape[:3], pages.shape[2])
+        self._check_scores(scores, shape)
+        chosen = select_best(scores.expand(shape), candidates, self.top)
+        return Choice(chunks=chunks, pages=chosen, opening=opening, closing=closing)
+
+    def _check_scores(self, scores: Tensor, shape: tuple[int, ...]) -> None:
+        """Raise if the scores of a subclass do not fit [batch, heads, chunks, pages]."""
+        fits = scores.dim() == 4 and all(
+            size in (1, full) for size, full in zip(scores.shape, shape, strict=True)
         )
-        if scores.dim() != 4 or any(
-            size not in (1, full) for size, full in zip(scores.shape, shape, strict=True)
-        ):
+        if not fits:
             raise ValueError(
                 f"{type(self).__name__}.score_pages returned {list(scores.shape)}; allowed: {list(shape)} "
                 "[batch, heads, chunks, pages], or 1 where all have the same score"
             )
-        chosen = best(scores.expand(shape), candidates, self.top)
-        return Choice(chunks, chosen, opening, closing)
 
     def visible(self, call: RuleCall) -> Tensor:
-        """[B, H, N, M]."""
+        """Return bool [B, H, N, M], see `SparseRule.visible`."""
         choice = self.choose_pages(call)
         chunks = choice.chunks
-        near = call.tokens >= chunks.spread(choice.opening)
+        near = call.tokens >= chunks.spread_to_queries(choice.opening)
         if not call.is_causal:
-            near = near & (call.tokens < chunks.spread(choice.closing))
-        page = cut_to_text(self.page, call.key.shape[2])
-        tokens = chunks.spread(choice.pages).repeat_interleave(page, -1)[..., : call.key.shape[2]]
-        return tokens | near | (call.tokens < self.sinks)
+            near = near & (call.tokens < chunks.spread_to_queries(choice.closing))
+        # As in `split_pages`: a page longer than the text is cut to it.
+        page = limit_to_text(self.page, call.key.shape[2])
+        opened = chunks.spread_to_queries(choice.pages).repeat_interleave(page, -1)
+        return opened[..., : call.key.shape[2]] | near | (call.tokens < self.sinks)
 
     def list_pages(self, call: RuleCall, queries: range) -> Tensor:
-        """Return the pages that the chunks of some queries of a causal call choose, int32 [B, H, chunks, most].
-
-        As the kernel reads them: chunk 0 is that of the first real query, and a list is filled up with -1.
+        """Return the pages that the chunks of some queries of a causal call choose.
 
         Args:
             call: With all queries.
             queries: A range of the queries that follow the `call.earlier` ones.
+
+        Returns:
+            int32 [B, H, chunks, most], as the kernel reads them. Chunk 0 is the chunk of the first
+            real query. Lists are padded with -1.
         """
         choice, count = self.choose_pages(call), len(queries)
-        place = call.place[:, call.earlier + queries.start : call.earlier + queries.stop]
-        of_query = choice.chunks.of_query[
-            :, call.earlier + queries.start : call.earlier + queries.stop
-        ]
+        asked = slice(call.earlier + queries.start, call.earlier + queries.stop)
+        place = call.place[:, asked]
+        of_query = choice.chunks.of_query[:, asked]
         real = place >= 0
-        index = real.int().argmax(
-            1, keepdim=True
-        )  # of the first real query, in each row of the batch
+        # The first real query of each row of the batch, and its place in the text.
+        index = real.int().argmax(1, keepdim=True)
         first = place.gather(1, index).clamp_min(0)
         # A query of each chunk: the one at its first token, or the first real one.
         chunk = first // self.chunk + torch.arange(count // self.chunk + 2, device=place.device)
         query = index + (chunk * self.chunk).maximum(first) - first
-        query, is_there = query.clamp_max(count - 1), query < count
+        # Chunks after the last query, and padding, get empty lists.
+        is_there = query < count
+        query = query.clamp_max(count - 1)
         is_there = is_there & real.gather(1, query)
-        rows = of_query.gather(1, query)
+        rows = of_query.gather(1, query)[:, None, :, None]
         chosen = choice.pages.gather(
-            2,
-            rows[:, None, :, None].expand(
-                len(rows), choice.pages.shape[1], -1, choice.pages.shape[3]
-            ),
+            2, rows.expand(-1, choice.pages.shape[1], -1, choice.pages.shape[3])
         )
         chosen = chosen & is_there[:, None, :, None]
-        pages, most = chosen.shape[3], min(self.top, call.key.shape[2] // self.page)
+        # Turn marks into numbers: pages that are not chosen get the largest number, so that sorting
+        # puts them last.
+        pages = chosen.shape[3]
+        most = min(self.top, call.key.shape[2] // self.page)
         number = torch.arange(pages, device=chosen.device).where(chosen, pages)
         listed = number.sort(-1).values[..., :most]
         return listed.masked_fill(listed == pages, -1).to(torch.int32)
@@ -242,20 +278,28 @@ class PageRule(SelectingRule):
 class Pages(PageRule):
     """A `PageRule` that scores pages by a summary of their keys.
 
-    With q what the chunk selects by, a page's score is q·(its mean key), or with bounds Σ_d max(q_d m_d, q_d M_d), m
-    and M the least and the largest of its keys by channel: no key of the page has a larger product with q (Quest,
-    arXiv 2406.10774). Where `channels` is below 1, d are that share of the channels alone, rounded, at least one: those
-    of largest |q_d|, of equal ones the first (with pages of one key SparQ, arXiv 2312.04985, without the mean value
-    that stands there for what is left out). A page that is scored by a share of the channels costs as much of a logit.
+    Let q be the selecting vector of a chunk. With summary="mean" the score of a page is q·(its mean
+    key). With "bounds" it is Σ_d max(q_d m_d, q_d M_d), where m and M are the smallest and the
+    largest of its keys in each channel. No key of the page has a larger product with q (Quest,
+    arXiv 2406.10774).
+
+    With `channels` below 1, only this share of the channels counts, rounded, at least one. These
+    are the channels with the largest |q_d|; ties go to the first. Scoring a page then costs the
+    same share of a logit. With pages of one key this is SparQ (arXiv 2312.04985), without the mean
+    value that SparQ puts in for the rest.
     """
 
     near: int = option(
-        64, "tokens less than so many before a chunk are seen, rounded up to whole pages", least=1
+        64,
+        "tokens at a distance of less than this before a chunk are seen, rounded up to whole pages",
+        least=1,
     )
-    sinks: int = option(4, "so many first tokens of the text are seen", least=0)
+    sinks: int = option(4, "number of first tokens of the text that are seen", least=0)
     page: int = option(16, "tokens of a page", least=1)
-    top: int = option(16, "so many pages are opened", least=0)
-    summary: Summary = option("bounds", "what a page is scored by", choices=get_args(Summary))
+    top: int = option(16, "number of pages that are opened", least=0)
+    summary: Summary = option(
+        "bounds", "summary of a page by which it is scored", choices=get_args(Summary)
+    )
     query: Selector = option("own", QUERY_HELP, choices=SELECTORS)
     chunk: int = option(16, CHUNK_HELP, least=1)
     channels: float = option(
@@ -269,46 +313,53 @@ class Pages(PageRule):
 
     @property
     def score_cost(self) -> float:
-        """The share of the channels."""
+        """Cost of scoring one page: the share of the channels."""
         return self.channels
 
     def score_pages(self, query: Tensor, pages: Tensor, real: Tensor | None = None) -> Tensor:
         """See `PageRule.score_pages`."""
-        return scores_of(self.summary, self.asking(query), pages, real)
+        return score_summaries(self.summary, self.mask_channels(query), pages, real)
 
     def channels_of(self, dim: int) -> int:
-        """How many channels of `dim` score pages."""
+        """Return how many of `dim` channels score pages."""
         return max(1, round(self.channels * dim))
 
-    def asking(self, query: Tensor) -> Tensor:
-        """[B, H, R, d], what chunks choose by: 0 in channels that score nothing."""
+    def mask_channels(self, query: Tensor) -> Tensor:
+        """Return queries [B, H, R, d] with 0 in channels that score nothing."""
         count = self.channels_of(query.shape[-1])
         if count == query.shape[-1]:
             return query
-        return query * best(query.abs(), torch.ones_like(query, dtype=torch.bool), count)
+        every = torch.ones_like(query, dtype=torch.bool)
+        return query * select_best(query.abs(), every, count)
 
 
-def scores_of(summary: Summary, query: Tensor, keys: Tensor, real: Tensor | None = None) -> Tensor:
-    """[B, H, R, P] of queries [B, H, R, d] and pages of keys [B, H, P, page, d].
+def score_summaries(
+    summary: Summary, query: Tensor, keys: Tensor, real: Tensor | None = None
+) -> Tensor:
+    """Return the scores of pages, [B, H, R, P].
 
     Args:
-        real: bool [B or 1, 1, P, page, 1], the keys that the text has, where a page that is not complete is scored; the
-            others are 0, and a page of them alone may score anything. None: all.
+        summary: Kind of summary.
+        query: [B, H, R, d].
+        keys: [B, H, P, page, d], the keys of each page; 0 at padding.
+        real: Bool [B or 1, 1, P, page, 1], False at padding, if incomplete pages are scored. A page
+            without keys may have any score. None: all True.
     """
-    if real is not None:
-        if summary == "mean":
-            return query @ (keys.sum(3) / real.sum(3).clamp_min(1)).mT
-        most, least = (
-            keys.masked_fill(~real, -torch.inf).amax(3),
-            keys.masked_fill(~real, torch.inf).amin(3),
-        )
-        return query.clamp_min(0) @ most.mT + query.clamp_max(0) @ least.mT
     if summary == "mean":
-        return query @ keys.mean(3).mT
-    return query.clamp_min(0) @ keys.amax(3).mT + query.clamp_max(0) @ keys.amin(3).mT
+        if real is None:
+            return query @ keys.mean(3).mT
+        return query @ (keys.sum(3) / real.sum(3).clamp_min(1)).mT
+    if real is None:
+        most, least = keys.amax(3), keys.amin(3)
+    else:
+        most = keys.masked_fill(~real, -torch.inf).amax(3)
+        least = keys.masked_fill(~real, torch.inf).amin(3)
+    # Quest's Σ_d max(q_d m_d, q_d M_d) as two matrix products: a positive q_d takes M_d, a negative
+    # one m_d.
+    return query.clamp_min(0) @ most.mT + query.clamp_max(0) @ least.mT
 
 
-def pages_of(key: Tensor, size: int) -> Tensor:
-    """[B, H, P, size, d]: keys [B, H, M, d] by pages, the last one filled up with zeros."""
-    size = cut_to_text(size, key.shape[2])
+def split_pages(key: Tensor, size: int) -> Tensor:
+    """Return keys [B, H, M, d] as pages [B, H, P, size, d], padded with zeros."""
+    size = limit_to_text(size, key.shape[2])
     return pad(key, (0, 0, 0, -key.shape[2] % size)).unflatten(2, (-1, size))

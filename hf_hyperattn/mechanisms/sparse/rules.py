@@ -1,11 +1,12 @@
-"""What a sparse rule is: which keys a query of one head looks at, and what it costs to find them.
+"""The interface of sparse rules, and the two simplest ones, `Exact` and `Window`.
 
-A rule is a frozen dataclass, registered under a name by which configs keep it:
+A sparse rule says which keys a query of one head attends to, and how many logits that costs. It is
+a frozen dataclass, registered under a name for configs:
 
     @sparse_rule("every_other")
     @dataclass(frozen=True)
     class EveryOther(SparseRule):
-        near: int = option(16, "tokens before a query that it sees", least=1)
+        near: int = option(16, "tokens at a distance of less than this are seen", least=1)
 
         def share(self, length):
             return 0.5
@@ -34,8 +35,8 @@ from ..selection.growing import TAKEN_BACK
 
 #: Every rule's class, by the name in configs.
 RULES: dict[str, type[SparseRule]] = {}
-#: Rules that no kernel computes: the module of each in `mask_rules`, and its class, by the name in configs. They are
-#: imported when somebody asks for them.
+#: Rules that no kernel computes: module in `mask_rules` and class, by the name in configs. They are
+#: imported on first use, because most programs need none of them.
 MASK_RULES = {
     "clusters": ("clusters", "Clusters"),
     "nested_windows": ("nested", "NestedWindows"),
@@ -46,17 +47,20 @@ RuleClass = TypeVar("RuleClass", bound="type[SparseRule]")
 
 @dataclass(frozen=True, eq=False)
 class RuleCall:
-    """What a rule is shown of a call.
+    """The queries and keys of an attention call, as a rule sees them.
 
     Args:
-        query: [B, H, N, d], of consecutive tokens in every row; float32, or float64 where the call is.
-        key: [B, H, M, d]; key j is token j of its row, padding left out. What comes after a row's last token is 0.
-        scale: the logit is scale · q·k.
-        place: int64 [B, N], which token of its row a query is; -1 for padding.
-        window: the host's sliding window: token i sees tokens at a distance of less than `window`; None for all.
-        earlier: so many of the first queries are there for the selection alone, and their rows are not looked at.
-        lengths: int64 [B or 1], the tokens of each row, in a call whose queries see the tokens after them too; None in
-            a causal call.
+        query: [B, H, N, d], of consecutive tokens in every row; float32, or float64 if the call is.
+        key: [B, H, M, d]; key j is token j of its row, without padding. Zeros follow a row's last
+            token.
+        scale: The attention logit is scale · q·k.
+        place: int64 [B, N], the number of each query's token in its row; -1 for padding.
+        window: Sliding window of the attention layer: token i sees tokens at a distance of less
+            than this. None: all.
+        earlier: The first `earlier` queries are there for the selection only. Their rows of a mask
+            are ignored.
+        lengths: int64 [B or 1], the tokens of each row, in a call that is not causal; None in a
+            causal call.
     """
 
     query: Tensor
@@ -69,29 +73,35 @@ class RuleCall:
 
     @property
     def is_causal(self) -> bool:
-        """Whether queries see only tokens before them."""
+        """Whether queries see no token after them."""
         return self.lengths is None
 
     @property
     def tokens(self) -> Tensor:
-        """[M], the number of each key."""
+        """int64 [M], the number of each key."""
         return torch.arange(self.key.shape[2], device=self.key.device)
 
     @property
     def places(self) -> Tensor:
-        """[B, 1, N, 1], the number of each query."""
+        """int64 [B, 1, N, 1], the number of each query."""
         return self.place[:, None, :, None]
 
     def heads(self, index: list[int]) -> RuleCall:
-        """The call of these heads alone."""
+        """Return the call with only these heads."""
         return replace(self, query=self.query[:, index], key=self.key[:, index])
 
     def check(self, known: Tensor) -> None:
-        """Raise where a query's selection reads earlier queries that nobody has kept.
+        """Raise if a selection reads earlier queries that were not kept.
+
+        Does nothing if the values cannot be read, as in compiled calls.
 
         Args:
-            known: bool [B, N], whether what a query's selection reads is there.
+            known: Bool [B, N], False at queries whose selection reads queries that are missing.
+
+        Raises:
+            ValueError: A real query of this call is not known.
         """
+        # Padding selects nothing, and the results of earlier queries are not used.
         known = (known | (self.place < 0))[:, self.earlier :]
         if can_read(known) and not bool(known.all()):
             raise ValueError(
@@ -104,19 +114,24 @@ class RuleCall:
 
 
 class SparseRule(KnownFields, Rule):
-    """Which keys a query of one head looks at. Subclasses are frozen dataclasses under `sparse_rule`."""
+    """Base of sparse rules: which keys a query of one head attends to.
+
+    Subclasses are frozen dataclasses, registered with `sparse_rule`.
+    """
 
     name: ClassVar[str] = ""
 
     def __post_init__(self):
+        # Fields without metadata were not made by `option`. Their rule checks them itself.
         for f in fields(self):  # type: ignore[arg-type]
             if f.metadata:
                 check_field(type(self).__name__, f.name, getattr(self, f.name), f.metadata)
 
     @abstractmethod
     def visible(self, call: RuleCall) -> Tensor:
-        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. In a causal call, what comes after a
-        query may be anything.
+        """Return the keys that each query sees: bool, broadcastable to [B, H, N, M].
+
+        In a causal call, entries for keys after a query are ignored.
         """
 
     @torch.no_grad()
@@ -129,43 +144,55 @@ class SparseRule(KnownFields, Rule):
         earlier: int = 0,
         is_causal: bool = True,
     ) -> Tensor:
-        """The rule as a mask, causality included, of a text without padding.
+        """Return the rule as a mask of a text without padding, causality included.
 
         Args:
             query: [B, H, N, d], tokens `first`, `first` + 1, ... of the text.
             key: [B, H or Hkv, M, d], tokens 0 ... M - 1.
-            scale: None: 1/sqrt(d).
-            first: the token of the first query.
-            earlier: so many of the first queries are there for the selection alone.
-            is_causal: whether queries see only tokens before them; if not, all queries of the text are given.
+            scale: The attention logit is scale · q·k; None: 1/sqrt(d).
+            first: Token of the first query.
+            earlier: The first `earlier` queries are there for the selection only.
+            is_causal: Whether queries see no token after them. If not, pass all queries of the
+                text.
 
         Returns:
             Bool [B, H, N - earlier, M].
         """
-        place = torch.arange(first, first + query.shape[2], device=query.device).expand(
-            len(query), -1
-        )
+        place = torch.arange(first, first + query.shape[2], device=query.device)
+        place = place.expand(len(query), -1)
         scale = float(query.shape[-1] ** -0.5) if scale is None else scale
+        # As in a call: rules select in float32 at least, and see one key head for each query head.
         dtype = working_dtype(query, key)
         key = repeat_heads(key, query.shape[1]).to(dtype)
         lengths = None if is_causal else torch.full((1,), key.shape[2], device=key.device)
-        call = RuleCall(query.to(dtype), key, scale, place, earlier=earlier, lengths=lengths)
+        call = RuleCall(
+            query=query.to(dtype),
+            key=key,
+            scale=scale,
+            place=place,
+            earlier=earlier,
+            lengths=lengths,
+        )
         seen = self.visible(call)
         if is_causal:
             seen = seen & (call.tokens <= call.places)
         return seen.expand(*query.shape[:3], key.shape[2])[:, :, earlier:]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with the rule's name first."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
-        return {
-            "rule": self.name,
-            **{n: list(v) if isinstance(v, tuple) else v for n, v in values.items()},
-        }
+        """Return the rule as JSON values, with its name first."""
+        data: dict[str, Any] = {"rule": self.name}
+        for name in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            value = getattr(self, name)
+            data[name] = list(value) if isinstance(value, tuple) else value
+        return data
 
     @staticmethod
     def from_dict(data: Any) -> SparseRule:
-        """The inverse of `to_dict`; unknown rules and fields, and values out of range, are refused."""
+        """Return the rule that `to_dict` wrote.
+
+        Raises:
+            ValueError: The rule or a field is unknown, or a value is out of range.
+        """
         if not isinstance(data, dict) or not isinstance(data.get("rule"), str):
             raise ValueError(f"a sparse rule is {short(data)}; allowed: a dict with the key 'rule'")
         cls = find_rule(data["rule"])
@@ -179,11 +206,12 @@ class SparseRule(KnownFields, Rule):
 
 
 def find_rule(name: str) -> type[SparseRule]:
-    """Return the class of the rule with this name in configs, imported if need be.
+    """Return the class of the rule with this name in configs; import it if necessary.
 
     Raises:
         ValueError: No rule is registered under the name.
     """
+    # The import registers the rule.
     if name in MASK_RULES:
         import_module(f"{__package__}.mask_rules.{MASK_RULES[name][0]}")
     if name not in RULES:
@@ -196,7 +224,9 @@ def find_rule(name: str) -> type[SparseRule]:
 
 
 def import_mask_rule(class_name: str) -> type[SparseRule]:
-    """Return the class of a rule without a kernel: `__getattr__` of the modules that export it.
+    """Return the class of a rule that has no kernel.
+
+    Modules that export these rules use this function as their `__getattr__`.
 
     Raises:
         AttributeError: No such rule has this class name.
@@ -210,24 +240,28 @@ def import_mask_rule(class_name: str) -> type[SparseRule]:
 
 
 def as_tuple(value: Any) -> Any:
-    """What a field held before JSON made lists of its tuples."""
+    """Return the value that a field held before JSON turned its tuples into lists."""
     return tuple(map(as_tuple, value)) if isinstance(value, list) else value
 
 
 def check_rule(rule: SparseRule) -> None:
-    """Raise for a rule that a saved model would lose, or bring back as another, or that changes while it is in use.
+    """Raise if a rule cannot be saved and loaded, or cannot be hashed.
+
+    Rules are keys of dicts and sets, which find heads with equal rules.
 
     Raises:
-        ValueError: its class is not registered under a name of its own, or it cannot be hashed.
+        ValueError: Its class is not registered under a name of its own, or it cannot be hashed.
     """
     kind = type(rule)
+    # A subclass of a registered rule inherits its name, and would be loaded as its parent.
     if RULES.get(kind.name) is not kind:
         raise ValueError(
             f"the sparse rule {kind.__name__} has no name of its own, by which a saved model keeps it; decorate the "
             "class with @sparse_rule('a_name')"
         )
     if torch.compiler.is_compiling():
-        # The compiler of torch 2.11 cannot follow `hash`. A rule without one fails later in the call, in a set.
+        # The compiler of torch 2.11 cannot follow `hash`. A rule without one fails later in the
+        # call, in a set.
         return
     try:
         hash(rule)
@@ -239,14 +273,20 @@ def check_rule(rule: SparseRule) -> None:
 
 
 def sparse_rule(name: str) -> Callable[[RuleClass], RuleClass]:
-    """A class decorator that makes a rule known, so that configs with it are saved and loaded.
+    """Return a class decorator that registers a rule under a name.
+
+    Configs with a registered rule can be saved and loaded.
 
     Args:
-        name: what the rule is called in JSON; a second rule of the same name is refused.
+        name: Name of the rule in JSON.
+
+    Raises:
+        ValueError: On use of the decorator, if the name is taken.
     """
 
-    def registered(cls: RuleClass) -> RuleClass:
-        # A module of `mask_rules` registers its rule when it is imported; nobody else may take that name.
+    def register_rule(cls: RuleClass) -> RuleClass:
+        # A module of `mask_rules` registers its rule when it is imported. Other modules must not
+        # take that name.
         is_own = name in MASK_RULES and cls.__module__.startswith(f"{__package__}.mask_rules.")
         if name in RULES or (name in MASK_RULES and not is_own):
             raise ValueError(f"sparse rule {name!r} is registered already; choose another name")
@@ -254,77 +294,79 @@ def sparse_rule(name: str) -> Callable[[RuleClass], RuleClass]:
         RULES[name] = cls
         return cls
 
-    return registered
+    return register_rule
 
 
 @sparse_rule("exact")
 @dataclass(frozen=True)
 class Exact(SparseRule):
-    """Ordinary attention: a query sees every token before it, and those after it where attention is not causal."""
+    """Ordinary attention: every key is seen, in causal calls up to the query's own."""
 
     @property
     def is_exact(self) -> bool:
-        """It is."""
+        """Always True."""
         return True
 
     @property
     def only_causal(self) -> str:
-        """Nothing."""
+        """Always "": the rule does not need causal attention."""
         return ""
 
     def share(self, length: int) -> float:
-        """All of it."""
+        """Return 1.0: every logit is computed."""
         return 1.0
 
     def share_both_sides(self, length: int) -> float:
-        """All of it."""
+        """Return 1.0: every logit is computed."""
         return 1.0
 
     def visible(self, call: RuleCall) -> Tensor:
-        """Everything."""
+        """Return one True for all keys, see `SparseRule.visible`."""
         return torch.ones((), dtype=torch.bool, device=call.key.device)
 
 
 @sparse_rule("window")
 @dataclass(frozen=True)
 class Window(SparseRule):
-    """The nearest tokens, i - near < j <= i for token i, and the first, j < sinks (StreamingLLM, arXiv 2309.17453).
+    """Show the nearest tokens and the first ones (StreamingLLM, arXiv 2309.17453).
 
-    In attention that is not causal the nearest tokens are those on both sides, |i - j| < near.
+    Token i sees tokens j with i - near < j <= i, and the sinks, j < sinks. In attention that is not
+    causal, the nearest tokens lie on both sides: |i - j| < near.
     """
 
     near: int = option(256, "tokens at a distance of less than this are seen", least=1)
-    sinks: int = option(4, "so many first tokens of the text are seen", least=0)
+    sinks: int = option(4, "number of first tokens of the text that are seen", least=0)
 
     @property
     def only_causal(self) -> str:
-        """Nothing."""
+        """Always "": the rule does not need causal attention."""
         return ""
 
     @property
     def reach(self) -> tuple[int, int]:
-        """What is seen."""
+        """The two fields of the rule: a window sees nothing else, see `Rule.reach`."""
         return self.near, self.sinks
 
     def share(self, length: int) -> float:
-        """What is seen; nothing is looked for."""
+        """Return the share of causal logits: only tokens seen, as nothing is scored."""
         places = torch.arange(length)
-        return share_of(
-            places.clamp_max(self.near - 1) + 1 + (places - self.near + 1).clamp(0, self.sinks)
-        )
+        near = places.clamp_max(self.near - 1) + 1
+        # Sinks inside the window are counted as near.
+        sinks = (places - self.near + 1).clamp(0, self.sinks)
+        return share_of(near + sinks)
 
     def share_both_sides(self, length: int) -> float:
-        """What is seen, on both sides."""
+        """Return the share of all logits, with near tokens on both sides."""
         places = torch.arange(length)
         first = (places - self.near + 1).clamp_min(0)
         stop = (places + self.near).clamp_max(length)
         sinks = min(self.sinks, length)
-        return share_of(
-            stop - first + first.clamp_max(sinks) + (sinks - stop).clamp_min(0), is_causal=False
-        )
+        # Sinks before the near tokens, and sinks after them.
+        others = first.clamp_max(sinks) + (sinks - stop).clamp_min(0)
+        return share_of(stop - first + others, is_causal=False)
 
     def visible(self, call: RuleCall) -> Tensor:
-        """[B, 1, N, M]."""
+        """Return bool [B, 1, N, M], see `SparseRule.visible`."""
         near = call.tokens > call.places - self.near
         if not call.is_causal:
             near = near & (call.tokens < call.places + self.near)
@@ -332,14 +374,18 @@ class Window(SparseRule):
 
 
 def share_of(counts: Tensor, is_causal: bool = True) -> float:
-    """The share of logits, from how many each query computes: never more than it sees in ordinary attention.
+    """Return the share of logits that are computed, from the number of each query.
 
     Args:
-        counts: [length], of each query.
-        is_causal: whether ordinary attention sees only tokens before a query.
+        counts: [length], the logits of each query. At most as many count as ordinary attention
+            computes.
+        is_causal: Whether ordinary attention sees no token after a query.
     """
     length = len(counts)
+    # float64: the sums over long texts exceed the integers that float32 holds.
     most = torch.arange(1, length + 1, dtype=torch.float64)
     if not is_causal:
         most = torch.full_like(most, length)
-    return float(torch.minimum(counts.double(), most).sum() / most.sum()) if length else 1.0
+    if not length:
+        return 1.0
+    return float(torch.minimum(counts.double(), most).sum() / most.sum())

@@ -1,4 +1,4 @@
-"""Talking heads (arXiv 2003.02436)."""
+"""Talking heads (arXiv 2003.02436): heads mix their logits and their weights."""
 
 from ...registry import Mechanism, register
 from .config import TalkingHeadsConfig

@@ -1,4 +1,4 @@
-"""Configuration of talking heads."""
+"""The config of talking heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ...config import MechanismConfig, option
 
 @dataclass(frozen=True)
 class TalkingHeadsConfig(MechanismConfig):
-    """Talking-heads attention (arXiv 2003.02436): heads mix their logits before softmax and their weights after it."""
+    """Talking-heads attention (arXiv 2003.02436).
+
+    Heads mix their logits before the softmax and their weights after it.
+    """
 
     mechanism = "talking_heads"
 
@@ -25,12 +28,12 @@ class TalkingHeadsConfig(MechanismConfig):
 
     @property
     def breaks(self) -> frozenset[str]:
-        """Logits of other heads come in."""
+        """Properties that mixing removes for other mechanisms."""
         return frozenset({"logits_by_head"})
 
     @property
     def needs(self) -> dict[str, str]:
-        """What is mixed are logits of pairs, and weights that may come out negative."""
+        """Properties that mixing relies on."""
         return {
             "pairwise_logits": "the logits are of three tokens, and those that would be mixed are of two",
             "any_weights": "mixed weights may be negative, which no midpoint has (aggregation='mean' takes them)",

@@ -1,4 +1,7 @@
-"""Talking heads inside a host: the mixing of logits and of weights, learned from the identity."""
+"""Talking heads in an attention layer: learned mixing of logits and weights.
+
+Mixing starts as the identity.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from .operator import talking_heads
 
 
 class TalkingHeadsLayer(MechanismLayer):
-    """P_l = 1 + `before`, P_w = 1 + `after`, in front of and behind the softmax of whatever the score is.
+    """Mix heads by P_l = 1 + `before` and P_w = 1 + `after`, around any softmax.
 
-    Parameters: `before` and `after`, [heads, heads] each, or of those in `heads=` alone, which mix among themselves;
-    zero at first, which is the identity.
+    Parameters: `before` and `after`, each [heads, heads], initialised to zero, which is the
+    identity. With `heads=`, only the chosen heads mix among themselves.
     """
 
     honours_heads = True
@@ -29,20 +32,25 @@ class TalkingHeadsLayer(MechanismLayer):
 
     def change(self, plan: Plan) -> Plan:
         heads, dtype = plan.call.query.shape[1], plan.score.dtype
-        before, after = (self.matrix(delta, heads, dtype) for delta in (self.before, self.after))
+        before, after = (
+            self.make_matrix(delta, heads, dtype) for delta in (self.before, self.after)
+        )
         return plan.change(attend=partial(talking_heads, before=before, after=after))
 
-    def matrix(self, delta: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-        """1 + delta at the selected heads and 1 elsewhere, [H, H]; None where these heads are not mixed."""
+    def make_matrix(self, delta: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the mixing matrix [H, H], or None if there is no mixing.
+
+        It is 1 + delta for the chosen heads and the identity for the others.
+        """
         if delta is None:
             return None
-        one, delta = torch.eye(heads, dtype=dtype, device=delta.device), delta.to(dtype)
+        identity = torch.eye(heads, dtype=dtype, device=delta.device)
+        delta = delta.to(dtype)
         if self.heads is None:
-            return one + delta
+            return identity + delta
         index = torch.tensor(self.heads, device=delta.device)
-        return one.index_put((index[:, None], index[None]), delta, accumulate=True)
+        return identity.index_put((index[:, None], index[None]), delta, accumulate=True)
 
     def identical(self) -> bool:
-        return not any(
-            bool(delta.any()) for delta in (self.before, self.after) if delta is not None
-        )
+        deltas = (delta for delta in (self.before, self.after) if delta is not None)
+        return not any(bool(delta.any()) for delta in deltas)

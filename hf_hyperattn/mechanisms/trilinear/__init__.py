@@ -1,4 +1,7 @@
-"""Trilinear attention: three-way (arXiv 1909.00668, 2507.02754), and BiDAF's score (arXiv 1611.01603)."""
+"""Trilinear attention: logits from three vectors.
+
+Three-way attention is from arXiv 1909.00668 and 2507.02754, BiDAF's score from arXiv 1611.01603.
+"""
 
 from ...registry import Mechanism, register
 from .config import TrilinearConfig

@@ -1,4 +1,4 @@
-"""Configuration of trilinear attention."""
+"""The config of trilinear attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ PRODUCTS = get_args(Product)
 
 @dataclass(frozen=True)
 class TrilinearConfig(MechanismConfig):
-    """Trilinear attention: logits from three vectors (arXiv 1909.00668, 2507.02754), or BiDAF's (arXiv 1611.01603)."""
+    """Trilinear attention: logits from three vectors.
+
+    Three-way attention is from arXiv 1909.00668 and 2507.02754, BiDAF's score from arXiv
+    1611.01603.
+    """
 
     mechanism = "trilinear"
 
@@ -27,23 +31,23 @@ class TrilinearConfig(MechanismConfig):
     )
     windows: tuple[int | None, ...] | None = option(
         (512, 32),
-        "simplicial: how many keys j and k a query sees, looking back where attention is causal, else to either side; "
-        "None in place of a number, or of both, for all keys",
+        "simplicial: numbers of keys j and k that a query sees, looking back if causal, else to both sides; "
+        "None for one number, or for both, means all keys",
         symbol="w1, w2",
         types=(tuple,),
         optional=True,
     )
     tensor: Product = option(
         "identity",
-        "simplicial: of the product of q, k and k2: identity; distmult: a diagonal one, learned; cp: a sum of `rank` "
-        "products, learned",
+        "simplicial: tensor of the product of q, k and k2: identity; distmult: a learned diagonal; "
+        "cp: a learned sum of `rank` products",
         symbol="T",
         choices=PRODUCTS,
     )
     rank: int | None = option(
         None,
-        "tensor='cp': number of products, from 1 to the head dimension; None: the head dimension, at which it "
-        "starts as the identity",
+        "tensor='cp': number of products, from 1 to the head dimension; None: the head dimension, which starts as the "
+        "identity",
         symbol="R",
         types=(int,),
         least=1,
@@ -52,9 +56,10 @@ class TrilinearConfig(MechanismConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "windows", checked_windows("TrilinearConfig.", self.windows))
+        object.__setattr__(self, "windows", check_windows("TrilinearConfig.", self.windows))
         if self.rank is not None and self.tensor != "cp":
             self._refuse("rank", "None with tensor other than 'cp'")
+        # The default windows are accepted here: the user did not choose them.
         if self.form == "bidaf":
             if self.tensor != "identity":
                 self._refuse("tensor", "'identity' with form='bidaf', which has no tensor")
@@ -63,37 +68,40 @@ class TrilinearConfig(MechanismConfig):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """bidaf is a score; simplicial also decides what is attended to and how values are averaged."""
+        """The stages that it changes."""
+        # Three-way attention also decides which keys are visible and how values are averaged.
         return ("score",) if self.form == "bidaf" else ("score", "structure", "aggregation")
 
     @property
     def positional(self) -> bool:
-        """Windows are counted in tokens."""
+        """Whether it counts tokens between query and key: yes with windows."""
         return self.windows is not None
 
     @property
     def breaks(self) -> frozenset[str]:
-        """BiDAF's score is a product of features; the others' logits are of three tokens."""
-        return (
-            frozenset() if self.form == "bidaf" else frozenset({"linear_in_key", "pairwise_logits"})
-        )
+        """Properties that the form removes for other mechanisms."""
+        # BiDAF's score is a product of query features and key features, as other scores may be.
+        if self.form == "bidaf":
+            return frozenset()
+        return frozenset({"linear_in_key", "pairwise_logits"})
 
     @property
     def needs(self) -> dict[str, str]:
-        """Softmax does not see w_1·q."""
+        """Properties that it relies on: the softmax must ignore the row term w_1·q."""
         return {"free_of_rows": "weights of keys would change what a softmax does not see of w_1·q"}
 
 
-def checked_windows(owner: str, windows) -> tuple[int | None, int | None] | None:
-    """(w1, w2), or None where both are None.
+def check_windows(owner: str, windows) -> tuple[int | None, int | None] | None:
+    """Return the windows (w1, w2), or None if both are None.
 
     Raises:
-        ValueError: not two of integers from 1 and None.
+        ValueError: The value is not a pair of positive integers or None.
     """
     if windows is None:
         return None
-    fine = isinstance(windows, tuple | list) and len(windows) == 2
-    if not fine or not all(
+    # JSON turns tuples into lists.
+    is_pair = isinstance(windows, tuple | list) and len(windows) == 2
+    if not is_pair or not all(
         w is None or (type(w) is int and 1 <= w <= MOST_INTEGER) for w in windows
     ):
         allowed = (

@@ -1,6 +1,6 @@
-"""Rows whose real tokens are joined: padding between them moves to the front, so that windows count tokens.
+"""Move padding to the front of every row, so that windows count only real tokens.
 
-The engines count slots. If padding stands between the tokens of a row, that is another number.
+The engines count slots of a row. Padding between tokens would make distances larger.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..base import HostCall
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """An order of the tokens of a row: first padding, then the real tokens in their own order.
+    """An order of the tokens of a row: padding first, then the real tokens.
 
     Args:
-        places: int64 [B|1, N], the place of each token in this order.
-        tokens: int64 [B|1, N], the token at each place.
+        places: Place of each token in this order, int64 [B|1, N].
+        tokens: Token at each place, int64 [B|1, N].
     """
 
     places: Tensor
@@ -31,9 +31,9 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """In which order queries and keys are read.
+    """The order in which queries and keys are read.
 
-    The last real query is then the last of all, and so is its key: query 0's own key is M - N.
+    The last real query and its own key are then the last of all, so query 0's own key is M - N.
     """
 
     queries: Order
@@ -49,20 +49,22 @@ class Joined:
 
     def move_options(self, options: Options) -> Options:
         """Return options whose mask and bias are in this order."""
-        move = lambda tensor: (
+        mask, bias = (
             None if tensor is None else take_pairs(tensor, self.queries.tokens, self.keys.tokens)
+            for tensor in (options.mask, options.bias)
         )
-        return replace(options, mask=move(options.mask), bias=move(options.bias))
+        return replace(options, mask=mask, bias=bias)
 
     def restore(self, out: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, H, N, dv] and the weights [B, H, N, M] in the order of the call."""
+        """Return output [B, H, N, dv] and weights [B, H, N, M] in the order of the call."""
         if weights is not None:
             weights = take_pairs(weights, self.queries.places, self.keys.places)
         return take_rows(out, self.queries.places), weights
 
 
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return [B, H, N, d] with these rows, int64 [B|1, N]."""
+    """Return the rows, int64 [B|1, N], of a tensor [B, H, N, d]."""
+    # Either may be the same for all batch elements.
     batch = max(tensor.shape[0], rows.shape[0])
     tensor = tensor.expand(batch, -1, -1, -1)
     return tensor.gather(
@@ -71,52 +73,61 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def take_pairs(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return [B|1, H|1, N|1, M|1] with these rows and columns, int64 [B|1, N] and [B|1, M]."""
+    """Return rows and columns of a tensor [B|1, H|1, N|1, M|1].
+
+    Args:
+        tensor: The tensor; axes of size 1 are kept.
+        rows: int64 [B|1, N].
+        columns: int64 [B|1, M].
+    """
+    # Axes of size 1 are broadcast and need no reordering.
     tensor = tensor[(None,) * (4 - tensor.dim())]
     tensor = tensor if tensor.shape[2] == 1 else take_rows(tensor, rows)
     return tensor if tensor.shape[3] == 1 else take_rows(tensor.mT, columns).mT
 
 
-def order_of(real: Tensor) -> Order:
-    """Return the order of the tokens of rows.
+def make_order(real: Tensor) -> Order:
+    """Return the order that moves padding to the front.
 
     Args:
-        real: Bool [B|1, N], which tokens are no padding.
+        real: Which tokens are no padding, bool [B|1, N].
     """
+    # A real token comes after all padding of its row. Padding keeps its own order at the front.
     padding = (~real).long()
-    places = torch.where(
-        real, padding.sum(1, keepdim=True) + real.long().cumsum(1) - 1, padding.cumsum(1) - 1
-    )
+    place_if_real = padding.sum(1, keepdim=True) + real.long().cumsum(1) - 1
+    places = torch.where(real, place_if_real, padding.cumsum(1) - 1)
     slots = torch.arange(real.shape[1], device=real.device).expand_as(places)
+    # `tokens` is the inverse permutation of `places`.
     return Order(places, torch.zeros_like(places).scatter(1, places, slots))
 
 
 @dataclass(frozen=True, eq=False)
 class RealTokens:
-    """Which tokens of a call are no padding.
+    """The tokens of a call that are no padding.
 
     Args:
-        keys: bool [B|1, M].
-        own_keys: int64 [N], the key that is each query's own; None: query i is key i.
+        keys: Bool [B|1, M].
+        own_keys: The key of each query's own token, int64 [N]; None: query i is key i.
     """
 
     keys: Tensor
     own_keys: Tensor | None = None
 
     def of_queries(self, of_keys: Tensor) -> Tensor:
-        """Return [B|1, N] of what holds for keys, [B|1, M]."""
+        """Return the values [B|1, N] of the queries' own keys."""
         return of_keys if self.own_keys is None else of_keys.index_select(1, self.own_keys)
 
 
 def find_real_tokens(call: HostCall, grows: bool) -> RealTokens | None:
-    """Return which tokens are real; None if all are.
+    """Return which tokens are real, or None if all are.
 
     Args:
-        call: Of the attention layer.
-        grows: Of the layer, see `Host`.
+        call: The attention call.
+        grows: Whether the layer is a prefix LM that reads a cache, see `Host`.
     """
     mask = call.options.mask
-    if is_exporting():  # lengths are symbols, which the reader of masks would turn into numbers
+    # In export, lengths are symbols. The usual reader of masks would turn them into fixed numbers.
+    if is_exporting():
         if mask is None:
             return None
         real = read_visible(mask).any(1).any(1)
@@ -128,18 +139,21 @@ def find_real_tokens(call: HostCall, grows: bool) -> RealTokens | None:
 
 
 def join_tokens(call: HostCall, start: int | Tensor, grows: bool) -> Joined | None:
-    """Return the order in which the real tokens of every row follow each other; None if they do so already.
+    """Return the order that joins the real tokens of every row, or None.
 
-    Calls that are compiled or exported cannot read the mask: tokens are joined there whenever there is one.
+    None means that they are joined already.
+
+    Compiled and exported calls cannot read the mask. They join tokens whenever there is a mask.
 
     Args:
-        call: Of the attention layer.
-        start: The key that is the first query's own.
-        grows: Of the layer, see `Host`.
+        call: The attention call.
+        start: The key of the first query's own token.
+        grows: Whether the layer is a prefix LM that reads a cache, see `Host`.
     """
     tokens = find_real_tokens(call, grows)
     if tokens is None:
         return None
+    # If the mask can be read and all real tokens are adjacent already, nothing needs to move.
     if (
         can_read(tokens.keys)
         and isinstance(start, int)
@@ -147,7 +161,8 @@ def join_tokens(call: HostCall, start: int | Tensor, grows: bool) -> Joined | No
     ):
         return None
     real = tokens.keys
-    if tokens.own_keys is not None:  # keys after the last query's own are empty slots of a cache
+    # A static cache has empty slots after the key of the last query; they count as padding.
+    if tokens.own_keys is not None:
         slot = torch.arange(real.shape[1], device=real.device)
         real = real & (slot < start + call.query.shape[2])
-    return Joined(order_of(tokens.of_queries(real)), order_of(real))
+    return Joined(make_order(tokens.of_queries(real)), make_order(real))

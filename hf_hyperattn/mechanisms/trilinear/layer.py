@@ -1,4 +1,8 @@
-"""Trilinear attention inside a host: three-way, with a second key and value made from the first, or BiDAF's score."""
+"""Trilinear attention in an attention layer.
+
+`SimplicialLayer` is three-way attention with a second key and value made from the first;
+`BidafLayer` is BiDAF's score.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,25 @@ from .reference import Windows, bidaf_scores
 def trilinear_layer(
     config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None
 ) -> MechanismLayer:
-    """The layer of the form that the config asks for; arguments as in `MechanismLayer`."""
+    """Return the layer for the config's form; arguments as in `MechanismLayer`."""
     kind = BidafLayer if config.form == "bidaf" else SimplicialLayer
     return kind(config, host, mode, heads)
 
 
 class BidafLayer(MechanismLayer):
-    """S_ij = w_1·q_i + w_2·k_j + w_3·(q_i ∘ k_j), which starts as the host's own score, in either mode.
+    """BiDAF's score, which starts as the original score.
 
-    It is one dot product, (w_3 ∘ q_i + w_2)·k_j, with w_1·q_i added to the whole row. What is added to a row is not
-    seen by softmax, so that w_1 matters, and learns, only in hosts with sinks or a softcap.
+    S_ij = w_1·q_i + w_2·k_j + w_3·(q_i ∘ k_j)
 
-    Parameters, [heads, d], zero at first: `w1`, `w2`, and `w3`: w_3 = scale · (1 + w3).
+    It is computed as one dot product, (w_3 ∘ q_i + w_2)·k_j, with w_1·q_i added to the whole row. A
+    softmax ignores a constant added to a row, so w_1 matters (and learns) only with sinks or a
+    softcap.
+
+    Parameters, shape [heads, d], initialised to zero: `w1`, `w2`, and `w3`, where w_3 = scale · (1
+    + w3).
 
     Raises:
-        ValueError: nothing tells the head dimension of the host.
+        ValueError: The head dimension of the attention layer is unknown.
     """
 
     honours_heads = True
@@ -55,12 +63,14 @@ class BidafLayer(MechanismLayer):
         )
 
     def change(self, plan: Plan) -> Plan:
-        call, mask = plan.call, self.head_mask(plan.call)
+        call = plan.call
+        mask = self.head_mask(call)
         dtype = working_dtype(call.query, call.key)
         w1, w2, w3 = (
             (w if mask is None else w * mask[:, None]).to(dtype)
             for w in (self.w1, self.w2, self.w3)
         )
+        # Only sinks and the softcap notice a constant that is added to a whole row.
         with_row = plan.options.sinks is not None or plan.options.softcap is not None
         return plan.change(
             score=bidaf_score(call.query, call.key, w1, w2, call.scale * (1 + w3), with_row)
@@ -73,41 +83,51 @@ class BidafLayer(MechanismLayer):
 def bidaf_score(
     query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, with_row: bool
 ) -> PairScore:
-    """The score as engines see it.
+    """Return the score for the engines.
 
     Args:
-        query: [B, H, N, d], key: [B, Hkv, M, d], as they come.
-        w1, w2, w3: [H, d], in the dtype to compute in.
-        with_row: keep what is added to a whole row, as one more feature.
+        query: Shape [B, H, N, d], unscaled.
+        key: Shape [B, Hkv, M, d].
+        w1: Shape [H, d], in the dtype of the computation.
+        w2: Shape [H, d].
+        w3: Shape [H, d].
+        with_row: Whether to keep the row term w_1·q_i, as one more feature.
     """
     q, k = query.to(w1.dtype), key.to(w1.dtype)
     left = q * w3[:, None] + w2[:, None]
     if not with_row:
-        unused = 0.0 * w1.sum()  # a gradient of zero, not of rounding errors
+        # w1 gets a gradient of exactly zero. Through the row term it would get rounding errors.
+        unused = 0.0 * w1.sum()
         term = ScoreTerm(DOT, lambda: bidaf_scores(q, k, w1.detach(), w2, w3) + unused)
         return PairScore(left + unused, k, (term,))
     row = torch.einsum("hd,bhnd->bhn", w1, q)[..., None]
-    # the gate of ones says that the features are not the host's own keys
+    # The gate of ones marks that the features are not the layer's own keys.
     term = ScoreTerm(DOT, partial(bidaf_scores, q, k, w1, w2, w3), gate=w1.new_ones(query.shape[1]))
-    return PairScore(
-        torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (term,)
-    )
+    left = torch.cat([left, row], -1)
+    right = torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1)
+    return PairScore(left, right, (term,))
 
 
 class SimplicialLayer(MechanismLayer):
-    """Three-way attention with k2 = 1 + W k and v2 = 1 + U v, which W = U = 0 makes the host's own.
+    """Three-way attention with k2 = 1 + W k and v2 = 1 + U v.
 
-    A query that sees keys beyond the window of j would lose them. With mode="blend" its output is therefore
-    (1-g)·o + g·o_simplicial, g = 0 at first, while queries that the window cuts nothing from have no gate. A tensor of
-    a rank below the head dimension is no identity either, and all queries have the gate. mode="replace" has none.
+    W = U = 0 is the original attention for queries that see all their keys. A query with keys
+    beyond the window of j would lose them. With mode="blend" its output is therefore (1-g)·o +
+    g·o_simplicial, where g starts at 0; queries that lose no key have no gate. A tensor of a rank
+    below the head dimension is no identity either, so all queries are gated. mode="replace" has no
+    gates.
 
-    Parameters, zero at first: `key_map` W [kv heads, d, d], `value_map` U [kv heads, dv, dv]; `gate` g [heads]; with
-    tensor="distmult" `diagonal` [heads, d], what T's diagonal is more than 1; with tensor="cp" `query_factor`
-    [heads, R, d], `key_factor` and `key2_factor` [kv heads, R, d], what the three maps are more than the first R rows
-    of the unit matrix.
+    Parameters, initialised to zero:
+
+    - `key_map` W [kv heads, d, d] and `value_map` U [kv heads, dv, dv].
+    - `gate` g [heads].
+    - tensor="distmult": `diagonal` [heads, d], the difference of T's diagonal from 1.
+    - tensor="cp": `query_factor` [heads, R, d], `key_factor` and `key2_factor` [kv heads, R, d],
+      the differences of the three maps from the first R rows of the identity matrix.
 
     Raises:
-        ValueError: unknown head dimensions, a rank above them, or windows in cross-attention.
+        ValueError: Head dimensions are unknown, the rank exceeds them, or there are windows in
+            cross-attention.
     """
 
     honours_heads = True
@@ -126,16 +146,20 @@ class SimplicialLayer(MechanismLayer):
                 f"TrilinearConfig.windows={config.windows} has no meaning for cross-attention ({known.name}); allowed: "
                 "windows=None, or include_cross_attention=False"
             )
-        self.known, self.host, groups = known, known.name, known.kv_heads
+        self.known = known
+        self.host = known.name
         self.width = width = known.head_dim
+        groups = known.kv_heads
         self.rank: int = config.rank or width
         w1, w2 = config.windows or (None, None)
         self.counts_keys = config.windows is not None
         self.windows = Windows(w1, w2)
+        # Without a window of j and at full rank, zero maps are the identity, and no gate is needed.
         gated = mode == "blend" and (self.windows.first is not None or self.rank < width)
         self.gate = self.per_head(host) if gated else None
         self.key_map = nn.Parameter(torch.zeros(groups, width, width))
         self.value_map = nn.Parameter(torch.zeros(groups, known.value_dim, known.value_dim))
+        # Differences from the identity, so that zero changes nothing.
         if config.tensor == "distmult":
             self.diagonal = nn.Parameter(torch.zeros(known.heads, width))
         if config.tensor == "cp":
@@ -144,11 +168,11 @@ class SimplicialLayer(MechanismLayer):
             self.key2_factor = nn.Parameter(torch.zeros(groups, self.rank, width))
 
     def change(self, plan: Plan) -> Plan:
-        # now: under offload the parameters are here only while the layer is called
+        # Collect the parameters now: with offload they are on the device only during the call.
         parameters = dict(self.named_parameters())
-        return plan.change(attend=partial(self.attend, plan.call, plan.attend, parameters))
+        return plan.change(attend=partial(self.attend_layer, plan.call, plan.attend, parameters))
 
-    def attend(
+    def attend_layer(
         self,
         call: HostCall,
         original: Callable,
@@ -159,41 +183,46 @@ class SimplicialLayer(MechanismLayer):
         backend="auto",
         weights=False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Three-way attention, beside the host's own where both count.
+        """Compute three-way attention, blended with the original if there is a gate.
 
         Args:
-            original: computes the host's own.
-            parameters: of the layer, by name.
-            score, value, options, backend, weights: as in `engines.attention`.
+            call: The attention call.
+            original: Computes the original attention.
+            parameters: Parameters of the layer by name.
+            score: As in `engines.attention`.
+            value: As in `engines.attention`.
+            options: As in `engines.attention`.
+            backend: As in `engines.attention`.
+            weights: As in `engines.attention`.
         """
-        simplicial_options = with_bias(score, options)
+        # Steps: order of tokens, share of three-way attention, features, attention, blend.
+        simplicial_options = add_score_bias(score, options)
         start: int | Tensor = options.offset
         joined = None
+        # Windows need the position of each query among the keys, which pruned caches have lost.
         if self.config.windows:
             refuse_pruned(call, "trilinear")
             start = call.first_query("trilinear", self.known)
             joined = join_tokens(call, start, self.known.grows)
-        value, p = (
-            value.to(score.query.dtype),
-            {n: t.to(score.query.dtype) for n, t in parameters.items()},
-        )
+        value = value.to(score.query.dtype)
+        p = {name: t.to(score.query.dtype) for name, t in parameters.items()}
         self.check_shapes(score.key, value, p)
-        share = self.share(call, start, p.get("gate"), value.dtype)
+        share = self.compute_share(call, start, p.get("gate"), value.dtype)
         all_query, all_key, all_value = score.query, score.key, value
         if joined is not None:
             start = all_key.shape[2] - all_query.shape[2]
             all_query = joined.move_queries(all_query)
             all_key, all_value = joined.move_keys(all_key), joined.move_keys(all_value)
             simplicial_options = joined.move_options(simplicial_options)
-        # a step of decoding maps no keys and values that both windows have passed
+        # A decoding step skips the maps of keys and values that both windows have passed.
         first = 0 if weights or options.dropout_p else self.windows.first_key(start)
-        query, keys = self.features(all_query, all_key[:, :, first:], p)
+        query, keys = self.compute_features(all_query, all_key[:, :, first:], p)
         seen = all_value[:, :, first:]
         outputs = attend(
             query,
             keys,
             (seen, 1 + seen @ p["value_map"].mT),
-            from_key(simplicial_options, first, start - first if isinstance(start, int) else 0),
+            cut_options(simplicial_options, first, start - first if isinstance(start, int) else 0),
             replace(self.windows, back=call.is_causal),
             offset=None if isinstance(start, int) else start,
             backend=backend,
@@ -203,23 +232,30 @@ class SimplicialLayer(MechanismLayer):
             outputs = joined.restore(*outputs)
         gate = p.get("gate")
         if share is None:
-            # the gate has a gradient, zero
+            # An unused gate gets a gradient of zero: optimizers and DDP expect one.
             return outputs if gate is None else (outputs[0] + 0.0 * gate.sum(), outputs[1])
         plain = original(score, value, options, backend=backend, weights=weights)
+        # (1 - share) · plain + share · three-way, for outputs and weights.
         mixed: Any = (
             None if a is None else a + share * (b - a) for a, b in zip(plain, outputs, strict=True)
         )
         return tuple(mixed)
 
-    def share(
+    def compute_share(
         self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
-        """How much of three-way attention every output has, [B|1, H, N, 1]; None for all of it."""
-        mask, w1, gated = self.head_mask(call), self.windows.first, None
+        """Return the share of three-way attention in every output, [B|1, H, N, 1].
+
+        None means that every output is three-way attention only.
+        """
+        mask = self.head_mask(call)
+        w1 = self.windows.first
+        gated = None
         if gate is not None and self.rank < self.width:
             gated = torch.ones((), dtype=torch.bool, device=call.query.device)
+        # A sequence that fits into the window loses no key.
         elif gate is not None and w1 is not None and call.key.shape[2] > w1:
-            gated = cut_rows(call, start, w1, self.known.grows)
+            gated = find_cut_queries(call, start, w1, self.known.grows)
         if gated is None and mask is None:
             return None
         share = torch.ones((), dtype=dtype, device=call.query.device)
@@ -229,21 +265,22 @@ class SimplicialLayer(MechanismLayer):
             share = share * mask.to(dtype)[:, None]
         return share[..., None]
 
-    def features(
+    def compute_features(
         self, query: Tensor, key: Tensor, p: dict[str, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """q, k and k2 after the tensor's maps."""
+        """Return q, and k with k2, after the maps of the tensor T."""
         key2 = 1 + key @ p["key_map"].mT
         if self.config.tensor == "distmult":
             return query * (1 + p["diagonal"])[:, None], (key, key2)
         if self.config.tensor == "cp":
             parts = (("query", query), ("key", key), ("key2", key2))
-            # the first R rows of the unit matrix, plus what was learned, times x
+            # (first R rows of the identity + learned factor) · x, without forming the identity.
             query, key, key2 = (x[..., : self.rank] + x @ p[f"{n}_factor"].mT for n, x in parts)
         return query, (key, key2)
 
     def check_shapes(self, key: Tensor, value: Tensor, p: dict[str, Tensor]) -> None:
-        """Raise where keys or values are not of the shape that the host was patched for."""
+        """Raise ValueError if keys or values do not have the shapes of the patched layer."""
+        # Some families pass keys of another width than their config says.
         shapes = (key.shape[1], key.shape[-1], value.shape[-1])
         built = (len(p["key_map"]), self.width, p["value_map"].shape[-1])
         if shapes != built:
@@ -256,47 +293,57 @@ class SimplicialLayer(MechanismLayer):
     def identical(self) -> bool:
         if self.rank < self.width:
             return self.gate is not None and not bool(self.gate.any())
+        # Without a gate, a window of j may hide keys of the original attention.
         exact = self.gate is not None or self.windows.first is None
         return exact and not any(bool(p.any()) for p in self.parameters())
 
 
-def cut_rows(call: HostCall, start: int | Tensor, window: int, grows: bool = False) -> Tensor:
-    """Queries that would lose keys to the window of j, bool [B|1, H|1, N].
+def find_cut_queries(
+    call: HostCall, start: int | Tensor, window: int, grows: bool = False
+) -> Tensor:
+    """Return the queries that would lose keys to the window of j, bool [B|1, H|1, N].
 
     Args:
-        start: the key that is the first query's own.
+        call: The attention call.
+        start: The key of the first query's own token.
         window: w1.
-        grows: Of the layer, see `Host`.
+        grows: Whether the layer is a prefix LM that reads a cache, see `Host`.
     """
-    n, m, options = call.query.shape[2], call.key.shape[2], call.options
+    n, m = call.query.shape[2], call.key.shape[2]
+    options = call.options
     i = torch.arange(n, device=call.query.device) + start
     if options.mask is not None:
+        # First and last visible key of every query, from the mask.
         low, high, seen = call.read_mask(grows).ends
         tokens = find_real_tokens(call, grows)
-        if tokens is not None:  # windows count tokens, no padding
+        # Windows count tokens without padding.
+        if tokens is not None:
             i, low, high = count_tokens(tokens, low, high)
     else:
-        low, high, seen = (
-            torch.zeros_like(i),
-            torch.full_like(i, m - 1),
-            torch.ones_like(i, dtype=torch.bool),
-        )
+        low = torch.zeros_like(i)
+        high = torch.full_like(i, m - 1)
+        seen = torch.ones_like(i, dtype=torch.bool)
         if options.is_causal:
             high = i
         if options.window is not None:
             low = (i - options.window + 1).clamp_min(0)
             high = torch.minimum(high, i + options.window - 1)
+    # A bidirectional window also looks ahead.
     ahead = 0 if call.is_causal else window - 1
     cut = ((low <= i - window) | (high > i + ahead)) & seen
     return cut if cut.dim() == 3 else cut[None, None]
 
 
 def count_tokens(tokens: RealTokens, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers of the tokens of the queries, [B|1, 1, N], and of keys, [B|1, H|1, N|1], without padding.
+    """Return the token numbers of queries and keys, without padding.
 
     Args:
-        tokens: Which are real.
-        low, high: int64 [B|1, H|1, N|1], keys.
+        tokens: The real tokens.
+        low: First visible keys, int64 [B|1, H|1, N|1].
+        high: Last visible keys, int64 [B|1, H|1, N|1].
+
+    Returns:
+        Numbers of the queries, [B|1, 1, N], and of `low` and `high`.
     """
     count = tokens.keys.cumsum(1)
     of_queries = tokens.of_queries(count)[:, None]
@@ -306,19 +353,25 @@ def count_tokens(tokens: RealTokens, low: Tensor, high: Tensor) -> tuple[Tensor,
     return of_queries, of_low, of_high
 
 
-def from_key(options: Options, first: int, offset: int) -> Options:
-    """Options for the keys from `first` on, of which `offset` is the first query's own."""
+def cut_options(options: Options, first: int, offset: int) -> Options:
+    """Return options for the keys from `first` on.
+
+    Args:
+        options: Options for all keys.
+        first: First key that is kept.
+        offset: Key of the first query's own token, counted from `first`.
+    """
     mask, bias = (
         t if t is None or t.shape[-1] == 1 else t[..., first:] for t in (options.mask, options.bias)
     )
     return replace(options, mask=mask, bias=bias, offset=offset)
 
 
-def with_bias(score: PairScore, options: Options) -> Options:
-    """Options whose bias holds all that is added to the dot product.
+def add_score_bias(score: PairScore, options: Options) -> Options:
+    """Return options whose bias includes all additions to the dot product.
 
     Raises:
-        ValueError: the score is not the dot product with something added.
+        ValueError: The score is not a plain dot product with additions.
     """
     first, *rest = score.terms
     if first.term is not DOT or first.gate is not None:

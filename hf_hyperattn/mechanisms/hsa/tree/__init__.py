@@ -1,1 +1,5 @@
-"""Attention tied over trees: `tying="both"` in one pass up and one down, and key tying of any tree under any mask."""
+"""Tie attention over any trees.
+
+This module shows how `tying="both"` runs in one pass up and one down, and how keys are tied
+under any mask.
+"""

@@ -1,9 +1,12 @@
-"""Key-tied attention in plain torch: any tree, any mask, any device, forward and backward.
+"""Attend with tying="key" in plain torch, forward and backward.
 
-A block of query rows takes one softmax over all nodes of the tree, of which each query sees some: tokens, and closed
-blocks by the means of their keys and values. That is one product with 1 + 1/branching + ... times as many keys, and
-bool arithmetic on what stands in whose cover: O(N x M) work, O(block x M) memory; backward computes each block again.
-Reading only what a query sees, by gathering, was slower up to 6,000 tokens (one core).
+Any tree, mask and device is allowed. This module shows how tied attention becomes one softmax
+over all nodes of a tree. Each query sees some of the nodes: tokens, and closed blocks by the means
+of their keys and values.
+
+Work: O(N x M), with 1 + 1/branching + ... times as many keys. Memory: O(block x M); backward
+computes each block again. Gathering only the nodes that a query sees was slower up to 6,000 tokens
+(one core).
 """
 
 from __future__ import annotations
@@ -25,52 +28,63 @@ from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
 from ..open_blocks import is_open
 
-#: Numbers in the logits of one block of rows: on a CPU a few of its caches, elsewhere enough work.
+# Numbers in the logits of one block of rows: on a CPU a few of its caches, on other devices enough
+# work.
 BLOCK_ELEMENTS = 2**20
 DEVICE_BLOCK_ELEMENTS = 2**26
 
 
 def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]:
-    """Trees with the tokens of their leaves; causal windows are continued until all of them are complete."""
+    """Return each tree with the tokens of its leaves, int64 [leaves].
+
+    Causal windows are continued to the right until all windows are complete.
+    """
     if not hierarchy.is_windows:
         return list(zip(hierarchy.trees, hierarchy.tokens, strict=True))
-    rows = (
-        torch.arange(start, max(start, stop))
-        for start, stop in map(hierarchy.span, range(hierarchy.rows))
-    )
     made = []
-    for tokens in rows:
+    for start, stop in map(hierarchy.span, range(hierarchy.rows)):
+        tokens = torch.arange(start, max(start, stop))
         sizes = leave_out_whole_windows(hierarchy.sizes or (), len(tokens))
         made.append(windows_over(tokens, sizes, hierarchy.length, is_causal))
     return made
 
 
 def leave_out_whole_windows(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """Return the sizes below the length of a text: a larger window holds all of it, as the root does."""
+    """Return the window sizes below the length of a text.
+
+    A larger window holds the whole text, as the root does.
+    """
     return tuple(size for size in sizes if size < length)
 
 
 def windows_over(
     tokens: Tensor, sizes: tuple[int, ...], length: int, continued: bool
 ) -> tuple[Tree, Tensor]:
-    """The tree of windows over these tokens, and the token of every leaf.
+    """Return the tree of windows over these tokens, and the token of every leaf.
 
-    If the tree is continued until all windows are complete, leaves to come have the token `length`: no query sees them.
+    Args:
+        tokens: int64 [n].
+        sizes: Window sizes, bottom first.
+        length: Number of tokens of the row. Added leaves have this token, which no query sees.
+        continued: Add leaves until all windows are complete.
     """
     whole = sizes[-1] if sizes and continued else 1
     count = max(1, -(-len(tokens) // whole)) * whole
-    return windows_tree(count, sizes), pad(tokens, (0, count - len(tokens)), value=length)
+    leaves = pad(tokens, (0, count - len(tokens)), value=length)
+    return windows_tree(count, sizes), leaves
 
 
 @dataclass(frozen=True)
 class KeyTying:
-    """How a call is tied and masked.
+    """Hold the tying and the masks of a call.
 
     Args:
-        near, sinks, top_k: int64 [H]. block_bias: [H] or None.
-        options: masks and the rest; mask and bias have four axes.
-        weights: whether the weights are wanted.
-        place: int64 [B, M], the number of each key in its text, which `sinks` counts by; None: in its row.
+        near, sinks, top_k: int64 [H].
+        block_bias: [H] or None.
+        options: Masks and the other options of an engine; mask and bias have four axes.
+        weights: Whether to return the weights.
+        place: int64 [B, M], the number of each key in its text, from which `sinks` counts; None:
+            its number in the row.
     """
 
     near: Tensor
@@ -82,102 +96,150 @@ class KeyTying:
     place: Tensor | None = None
 
 
-def attend(
+def attend_trees(
     query: Tensor, key: Tensor, value: Tensor, trees: Sequence[tuple[Tree, Tensor]], call: KeyTying
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output [B, H, N, dv]; log-sum-exp [B, H, N], +inf where a query sees nothing; weights [B, H, N, M] or None.
+    """Return output, log-sum-exp and weights of tied attention.
 
     Args:
-        query: [B, H, N, d], scaled. key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. All of the working dtype.
-        trees: one pair for all rows, or one a row: the tree, and the token of every leaf, int64 [leaves]; a token
-            beyond the keys (of a tree that is continued to the right) is never seen.
+        query: [B, H, N, d], scaled, in the working dtype, as key and value.
+        key: [B, Hkv, M, d].
+        value: [B, Hkv, M, dv].
+        trees: One pair for all rows, or one for each row: the tree, and the token of every leaf,
+            int64 [leaves]. No query sees a token beyond the keys (of a tree that is continued to
+            the right).
+        call: Tying and masks.
+
+    Returns:
+        Output [B, H, N, dv]; log-sum-exp [B, H, N], +inf if a query sees nothing; weights [B, H, N,
+        M] or None.
     """
-    n, heads, same = query.shape[2], query.shape[1], len(trees) == 1
+    heads, n = query.shape[1], query.shape[2]
+    same = len(trees) == 1
     most = BLOCK_ELEMENTS if query.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
-    step = max(1, most // max(1, (len(query) if same else 1) * heads * key.shape[2]))
+    # Rows with one tree are computed together, rows with different trees one by one.
+    together = len(query) if same else 1
+    row_groups = [slice(None)] if same else [slice(b, b + 1) for b in range(len(query))]
+    step = max(1, most // max(1, together * heads * key.shape[2]))
     parts = []
-    for rows in [slice(None)] if same else [slice(b, b + 1) for b in range(len(query))]:
+    for rows in row_groups:
         tree = KeyTree(*trees[rows.start or 0], key.shape[2], query.device)
         if call.place is not None:
             tree.count_from(call.place[rows.start or 0])
-        tables = [repeat_heads(tree.means(t[rows]), heads) for t in (key, value)]
-        for start in reversed(
-            range(0, n, step)
-        ):  # causal blocks grow, and growing ones fragment the heap: 0.6 GiB
+        tables = [repeat_heads(tree.compute_means(t[rows]), heads) for t in (key, value)]
+        # Causal blocks grow with their position. The last and largest comes first, because blocks
+        # that grow from one to the next fragment the heap (0.6 GiB).
+        for start in reversed(range(0, n, step)):
             block = slice(start, min(start + step, n))
             inputs: Any = (query[rows, :, block], *tables, tree, call, rows, block)
-            learning = torch.is_grad_enabled()
-            parts.append(
-                checkpoint(_block, *inputs, use_reentrant=False) if learning else _block(*inputs)
-            )
-    count = -(-n // step)  # blocks of a row
-    join = lambda parts: torch.cat(
-        [torch.cat(parts[i : i + count][::-1], 2) for i in range(0, len(parts), count)]
-    )
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(_attend_block, *inputs, use_reentrant=False))
+            else:
+                parts.append(_attend_block(*inputs))
     out, lse, weights = zip(*parts, strict=True)
-    return join(out), join(lse), join(weights) if call.weights else None
+    count = -(-n // step)  # Blocks of one row.
+    joined_weights = _join_blocks(weights, count) if call.weights else None
+    return _join_blocks(out, count), _join_blocks(lse, count), joined_weights
+
+
+def _join_blocks(parts: Sequence[Tensor], count: int) -> Tensor:
+    """Return the results of all blocks as one tensor.
+
+    Args:
+        parts: Results by row of the batch, the last block of each row first.
+        count: Number of blocks of a row.
+    """
+    starts = range(0, len(parts), count)
+    rows = [torch.cat(list(reversed(parts[i : i + count])), 2) for i in starts]
+    return torch.cat(rows)
 
 
 class KeyTree:
-    """A tree over the keys of a call, as the tensors that attention needs. Here blocks come first, then the leaves.
+    """Hold a tree over the keys of a call as the tensors that attention needs.
 
-    `tokens` [leaves], clamped to the keys; `real` [leaves], which leaves have a key; `parents`, `first` (leaf) and
-    `size` of the nodes; `levels`: nodes by depth from 1 down, in the order of their first leaf.
+    Blocks come first here, then the leaves, because most steps work on all blocks at once.
+
+    Attributes:
+        leaves, blocks, keys: Numbers of leaves, blocks and keys.
+        tokens: int64 [leaves], the token of every leaf, clamped to the keys.
+        real: bool [leaves], which leaves have a key.
+        parents: int64 [nodes], the parent of every node.
+        first: int64 [nodes], the first leaf of every node, or the number of its first token in its
+            text.
+        size: int64 [nodes], the number of leaves of every node.
+        levels: Nodes by depth from 1 down, in the order of their first leaf.
+        leaf_of: int [keys + 1], the leaf of every token, -1 for padding.
     """
 
     def __init__(self, tree: Tree, tokens: Tensor, keys: int, device):
-        self.leaves, self.blocks, self.keys, self.device = (
-            tree.leaves,
-            tree.nodes - tree.leaves,
-            keys,
-            device,
-        )
-        self.tokens, self.real = tokens.clamp_max(keys - 1).to(device), (tokens < keys).to(device)
+        self.leaves = tree.leaves
+        self.blocks = tree.nodes - tree.leaves
+        self.keys = keys
+        self.device = device
+        self.tokens = tokens.clamp_max(keys - 1).to(device)
+        self.real = (tokens < keys).to(device)
+        # `Tree` numbers leaves first: move the blocks to the front.
         order = torch.arange(tree.nodes).roll(self.blocks)
-        place = lambda nodes: torch.where(
-            nodes < tree.leaves, nodes + self.blocks, nodes - tree.leaves
-        )
-        self.parents = place(tree.parents.clamp_min(0))[order].to(device)
-        self.first, self.size = tree.first_leaf[order].to(device), tree.sizes[order].to(device)
+
+        def move_numbers(nodes: Tensor) -> Tensor:
+            return torch.where(nodes < tree.leaves, nodes + self.blocks, nodes - tree.leaves)
+
+        self.parents = move_numbers(tree.parents.clamp_min(0))[order].to(device)
+        self.first = tree.first_leaf[order].to(device)
+        self.size = tree.sizes[order].to(device)
+        # Ties of scores are broken by the first leaf, so each level is kept in that order.
         by_leaf = tree.first_leaf.argsort(stable=True)
         depth = tree.depth[by_leaf]
         self.levels = [
-            place(by_leaf[depth == d]).to(device) for d in range(1, int(depth.max()) + 1)
+            move_numbers(by_leaf[depth == d]).to(device) for d in range(1, int(depth.max()) + 1)
         ]
         self.leaf_of = torch.full((keys + 1,), -1, dtype=torch.int)
         self.leaf_of[tokens.clamp_max(keys)] = torch.arange(tree.leaves, dtype=torch.int)
         self.leaf_of[keys] = -1
 
     def count_from(self, place: Tensor) -> None:
-        """Let `first` be the smallest of the numbers int64 [M] that tokens have in their texts."""
-        far = torch.iinfo(torch.int64).max
-        self.first = self.up(place.to(self.device)[self.tokens].where(self.real, far), "amin")
+        """Set `first` to the smallest number that a node's tokens have in their text.
 
-    def upto(self, keys: int) -> KeyTree:
-        """The same of the first tokens alone, with all blocks."""
+        Args:
+            place: int64 [M], the number of each token in its text.
+        """
+        far = torch.iinfo(torch.int64).max
+        places = place.to(self.device)[self.tokens].where(self.real, far)
+        self.first = self.gather_up(places, "amin")
+
+    def take_first_keys(self, keys: int) -> KeyTree:
+        """Return the tree with the leaves of the first tokens only, and all blocks."""
         there = (self.real & (self.tokens < keys)).nonzero()
         count = int(there[-1]) + 1 if len(there) else 0
-        short, nodes = copy(self), self.blocks + count
-        short.leaves, short.tokens, short.real = count, self.tokens[:count], self.real[:count]
-        short.parents, short.first, short.size = (
-            t[:nodes] for t in (self.parents, self.first, self.size)
-        )
+        nodes = self.blocks + count
+        short = copy(self)
+        short.leaves = count
+        short.tokens, short.real = self.tokens[:count], self.real[:count]
+        short.parents = self.parents[:nodes]
+        short.first = self.first[:nodes]
+        short.size = self.size[:nodes]
         short.levels = [level[level < nodes] for level in self.levels]
         return short
 
     def leaves_of(self, first: int, last: int) -> Tensor:
-        """int [R]: the leaf of each of these tokens, -1 for padding and beyond the keys."""
-        place = torch.arange(first, last)
-        return self.leaf_of[torch.where((place >= 0) & (place < self.keys), place, self.keys)].to(
-            self.device
-        )
+        """Return int [R], the leaf of each token from `first` to `last` - 1.
 
-    def up(self, values: Tensor, how: str = "sum") -> Tensor:
-        """[..., nodes] from [..., leaves]: each node gathers its leaves by "sum" or "amin"."""
+        Padding and tokens beyond the keys have -1.
+        """
+        place = torch.arange(first, last)
+        place = torch.where((place >= 0) & (place < self.keys), place, self.keys)
+        return self.leaf_of[place].to(self.device)
+
+    def gather_up(self, values: Tensor, how: str = "sum") -> Tensor:
+        """Return [..., nodes] from [..., leaves]: each node combines its leaves.
+
+        Args:
+            values: [..., leaves].
+            how: "sum" or "amin".
+        """
         start = 0 if how == "sum" else torch.iinfo(values.dtype).max
-        gathered = torch.cat(
-            [values.new_full((*values.shape[:-1], self.blocks), start), values], -1
-        )
+        blocks = values.new_full((*values.shape[:-1], self.blocks), start)
+        gathered = torch.cat([blocks, values], -1)
         for nodes in reversed(self.levels):
             if how == "sum":
                 gathered = gathered.index_add(-1, self.parents[nodes], gathered[..., nodes])
@@ -186,34 +248,55 @@ class KeyTree:
                 gathered = gathered.scatter_reduce(-1, index, gathered[..., nodes], how)
         return gathered
 
-    def means(self, t: Tensor) -> Tensor:
-        """[..., nodes, e] of [..., M, e]: the mean of every node's tokens."""
-        return (self.up(t[..., self.tokens, :].mT) / self.size).mT
+    def compute_means(self, t: Tensor) -> Tensor:
+        """Return [..., nodes, e] from [..., M, e]: the mean of every node's tokens."""
+        return (self.gather_up(t[..., self.tokens, :].mT) / self.size).mT
 
-    def on_leaves(self, shares: Tensor) -> Tensor:
-        """[..., leaves] of [..., nodes]: what a block weighs, spread over its leaves."""
+    def spread_on_leaves(self, shares: Tensor) -> Tensor:
+        """Return [..., leaves] from [..., nodes].
+
+        A block spreads its weight in equal parts over its leaves.
+        """
         shares = shares / self.size
         for nodes in self.levels[1:]:
             shares = shares.index_add(-1, nodes, shares[..., self.parents[nodes]])
         return shares[..., self.blocks :]
 
-    def distance(self, leaves: Tensor) -> Tensor:
-        """int [R, nodes]: from each query's own group, itself and the leaves beside it, to a node's nearest leaf."""
+    def measure_distance(self, leaves: Tensor) -> Tensor:
+        """Return int [R, nodes], the distance of nodes from each query.
+
+        It is the distance from the query's own group to the node's nearest leaf. A query's own
+        group is its leaf and the leaves with the same parent.
+
+        Args:
+            leaves: int [R], the leaf of each query.
+        """
         of_leaves = self.parents[self.blocks :]
+        # Queries of one group have the same distances: compute them once for each group.
         parents, which = of_leaves[leaves.clamp_min(0)].unique(return_inverse=True)
         place = torch.arange(self.leaves, device=self.device, dtype=torch.int)
         distances = []
         for parent in parents.tolist():
-            beside = place[of_leaves == parent]
-            right = torch.searchsorted(beside, place).clamp_max(len(beside) - 1)
+            group = place[of_leaves == parent]
+            # The nearest leaf of a group is its next one on the right, or on the left.
+            right = torch.searchsorted(group, place).clamp_max(len(group) - 1)
             left = (right - 1).clamp_min(0)
-            distances.append(
-                torch.minimum((beside[right] - place).abs(), (beside[left] - place).abs())
-            )
-        return self.up(torch.stack(distances), "amin")[which]
+            to_right = (group[right] - place).abs()
+            to_left = (group[left] - place).abs()
+            distances.append(torch.minimum(to_right, to_left))
+        return self.gather_up(torch.stack(distances), "amin")[which]
 
-    def columns(self, t: Tensor, rows: slice, block: slice) -> Tensor:
-        """[B|1, H|1, R|1, leaves|1]: what a mask or bias [B|1, H|1, N|1, M|1] says of these rows and the leaves."""
+    def select_columns(self, t: Tensor, rows: slice, block: slice) -> Tensor:
+        """Return the part of a mask or bias for these rows, with a column for each leaf.
+
+        Args:
+            t: [B|1, H|1, N|1, M|1].
+            rows: Rows of the batch.
+            block: Queries.
+
+        Returns:
+            [B|1, H|1, R|1, leaves|1].
+        """
         t = t[rows] if t.shape[0] > 1 else t
         t = t[:, :, block] if t.shape[2] > 1 else t
         return t[..., self.tokens] if t.shape[3] > 1 else t
@@ -222,17 +305,17 @@ class KeyTree:
 def visible_pairs(
     options: Options, rows: slice, block: slice, tree: KeyTree, leaves: Tensor
 ) -> Tensor:
-    """Bool [B|1, H|1, R, leaves]: what the queries see."""
+    """Return bool [B|1, H|1, R, leaves]: the tokens that each query sees."""
     seen = (tree.real & (leaves >= 0)[:, None])[None, None]
     by_place = position_mask(options, (block.start, block.stop), (0, tree.keys), tree.device)
     if by_place is not None:
         seen = seen & by_place[:, tree.tokens]
     if options.mask is not None:
-        seen = seen & read_visible(tree.columns(options.mask, rows, block))
+        seen = seen & read_visible(tree.select_columns(options.mask, rows, block))
     return seen
 
 
-def _block(
+def _attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -241,73 +324,111 @@ def _block(
     rows: slice,
     block: slice,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output, log-sum-exp and weights of one block of rows; keys and values are those of all nodes."""
-    options, blocks, per_head = call.options, tree.blocks, lambda t: t[:, None, None]
+    """Return output, log-sum-exp and weights of one block of queries.
+
+    Args:
+        query: [B, H, R, d].
+        key, value: Means of all nodes, [B, H, nodes, ...].
+        tree: Tree over the keys.
+        call: Tying and masks.
+        rows, block: Rows of the batch, and queries, that `query` holds.
+    """
+    options, blocks = call.options, tree.blocks
     leaves = tree.leaves_of(block.start + options.offset, block.stop + options.offset)
     if options.is_causal:
-        short = tree.upto(block.stop + options.offset)
-        tree = (
-            short if short.leaves else tree
-        )  # padding alone so far, of which nobody sees anything
+        # Later tokens are hidden from the whole block: leave out their columns.
+        short = tree.take_first_keys(block.stop + options.offset)
+        # Without a leaf (only padding so far) keep one tree: no query sees anything, but shapes
+        # must not be empty.
+        tree = short if short.leaves else tree
         key, value = (t[..., : blocks + tree.leaves, :] for t in (key, value))
     seen = visible_pairs(options, rows, block, tree, leaves)
-    logits = products(query, key)
+
+    # Logits of nodes: the mean logit of the node's tokens, for blocks plus log|B|.
+    logits = compute_logits(query, key)
     for added in (options.bias, options.mask):
         if added is not None and added.dtype != torch.bool:
-            added = tree.columns(added, rows, block).to(logits.dtype)
+            added = tree.select_columns(added, rows, block).to(logits.dtype)
             added = added.masked_fill(~seen, 0.0).expand(*(-1,) * 3, tree.leaves)
-            logits = logits + tree.up(added) / tree.size
+            logits = logits + tree.gather_up(added) / tree.size
     logits[..., :blocks] += torch.log(tree.size[:blocks].to(logits.dtype))
-    attended = cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
+
+    # Hide the nodes that a query does not attend to. The block bias comes after the choice, which
+    # does not read it.
+    attended = find_cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
     if call.block_bias is not None:
-        logits[..., :blocks] += per_head(call.block_bias)
-        attended &= (
-            ~logits.detach().isneginf()
-        )  # a row of nothing else has no gradient, and not that of 0 · infinity
+        logits[..., :blocks] += _align_heads(call.block_bias)
+        # A query whose logits are all -inf must have gradient 0, not the NaN of 0 · infinity.
+        attended &= ~logits.detach().isneginf()
     logits = torch.where(attended, logits, -torch.inf)
+
+    # Softmax. `at_least` keeps the log-sum-exp finite if a query sees nothing.
     least = torch.finfo(logits.dtype).min
     lse = at_least(logits.logsumexp(-1, keepdim=True), least)
     if options.sinks is not None:
-        lse = torch.logaddexp(lse, per_head(options.sinks))
-    shares, lse = torch.exp(logits - lse), lse[..., 0].masked_fill(lse[..., 0] <= least, torch.inf)
+        lse = torch.logaddexp(lse, _align_heads(options.sinks))
+    shares = torch.exp(logits - lse)
+    lse = lse[..., 0].masked_fill(lse[..., 0] <= least, torch.inf)
     if not (call.weights or options.dropout_p):
         return weighted_sum(shares, value), lse, None
-    shares = tree.on_leaves(shares)
+
+    # Weights and dropout are defined by token, so the weights of blocks are spread over their
+    # tokens first.
+    shares = tree.spread_on_leaves(shares)
     dropped = dropout(shares, options.dropout_p) if options.dropout_p else shares
     out = weighted_sum(dropped, value[..., blocks:, :])
     index = tree.tokens.expand_as(shares)
-    return out, lse, shares.new_zeros(*shares.shape[:-1], tree.keys).scatter_add_(-1, index, shares)
+    weights = shares.new_zeros(*shares.shape[:-1], tree.keys).scatter_add_(-1, index, shares)
+    return out, lse, weights
 
 
-def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: KeyTying) -> Tensor:
-    """Bool [B, H, R, nodes]: what a query attends to, closed blocks and tokens.
+def _align_heads(numbers: Tensor) -> Tensor:
+    """Return [H, 1, 1] from [H], which broadcasts to logits [B, H, R, nodes]."""
+    return numbers[:, None, None]
 
-    From the root down: of the blocks whose parent is open, those stay closed that no rule opens and that refinement
-    leaves. Of equal scores, the block of the lower first leaf is opened.
+
+def find_cover(
+    scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: KeyTying
+) -> Tensor:
+    """Return bool [B, H, R, nodes]: the nodes that a query attends to.
+
+    These are closed blocks and tokens. From the root down, a block whose parent is open stays
+    closed if no rule and no refinement opens it. Of equal scores, refinement opens the block of the
+    lower first leaf.
 
     Args:
-        scores: [B, H, R, blocks], mean logit plus log|B|. seen: bool [B|1, H|1, R, leaves].
+        scores: [B, H, R, blocks], mean logit plus log|B|.
+        seen: bool [B|1, H|1, R, leaves], the tokens that a query sees.
+        tree: Tree over the keys.
+        leaves: int [R], the leaf of each query.
+        call: Tying and masks.
     """
-    blocks, per_head = tree.blocks, lambda t: t[:, None, None]
-    part = (tree.up(seen.int()) < tree.size)[..., :blocks]  # some of the block is hidden
-    distance = tree.distance(leaves)[:, :blocks]
+    blocks = tree.blocks
+    # A block with a hidden token must be open, because its mean would show that token.
+    part = (tree.gather_up(seen.int()) < tree.size)[..., :blocks]
+    distance = tree.measure_distance(leaves)[:, :blocks]
+    # Groups need not be contiguous, so one distance to the nearest leaf stands for both sides.
     by_place = is_open(
-        tree.first[:blocks], distance, distance, per_head(call.near), per_head(call.sinks)
+        tree.first[:blocks], distance, distance, _align_heads(call.near), _align_heads(call.sinks)
     )
     opened = (by_place | part).expand(scores.shape).clone()
-    closed, refined = torch.zeros_like(opened), bool((call.top_k > 0).any())
+    closed = torch.zeros_like(opened)
+    refined = bool((call.top_k > 0).any())
     for level in tree.levels:
         nodes = level[level < blocks]
         reached = opened[..., tree.parents[nodes]]
         here = opened[..., nodes] & reached
         rest = reached & ~here
         if refined and len(nodes):
+            # A stable sort keeps equal scores in the order of their first leaves.
             order = (
                 scores[..., nodes]
                 .masked_fill(~rest, -torch.inf)
                 .argsort(dim=-1, descending=True, stable=True)
             )
-            best = torch.arange(len(nodes), device=tree.device) < per_head(call.top_k)
+            best = torch.arange(len(nodes), device=tree.device) < _align_heads(call.top_k)
+            # Heads with few closed blocks also rank blocks that are not candidates: `rest` removes
+            # them.
             best = rest & torch.zeros_like(rest).scatter(-1, order, best.expand(order.shape))
             here, rest = here | best, rest & ~best
         opened[..., nodes], closed[..., nodes] = here, rest
@@ -315,8 +436,11 @@ def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Key
     return torch.cat([closed, tokens], -1)
 
 
-def products(query: Tensor, key: Tensor) -> Tensor:
-    """query @ keyᵀ. What is not finite gives NaN, and no gradient to what it was multiplied with."""
+def compute_logits(query: Tensor, key: Tensor) -> Tensor:
+    """Return query @ keyᵀ, and NaN for products with numbers that are not finite.
+
+    A NaN product gives no gradient to its other factor.
+    """
     logits = query @ key.mT
     if bool(logits.detach().sum().isfinite()):
         return logits
@@ -327,9 +451,13 @@ def products(query: Tensor, key: Tensor) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """weights [..., Q, C] times rows [..., C, e], where a weight of 0 takes nothing of NaN and infinity either.
+    """Return weights @ rows, in which a weight of 0 ignores NaN and infinity.
 
-    Any other weight of such a number gives NaN. With gradients.
+    A NaN or infinite number with any other weight gives NaN. Gradients reach both arguments.
+
+    Args:
+        weights: [..., Q, C].
+        rows: [..., C, e].
     """
     out = weights @ rows
     if bool(out.detach().sum().isfinite()):

@@ -1,1 +1,5 @@
-"""Key tying over windows: an operator with a compiled kernel for CPUs and tiles of plain torch for any device."""
+"""Tie keys over windows of tokens.
+
+This module shows how a call reaches the compiled CPU kernel, and when plain torch computes it
+instead.
+"""

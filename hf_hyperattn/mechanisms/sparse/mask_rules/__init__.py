@@ -1,1 +1,4 @@
-"""Rules that no kernel computes. They become masks, and each module is imported when a config names its rule."""
+"""Rules that no kernel computes: they run under masks.
+
+Each module is imported when a config names its rule.
+"""
