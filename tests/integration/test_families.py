@@ -262,7 +262,7 @@ def test_a_part_that_the_class_lacks_is_refused():
     asked = {"image_codebook_config": "cone"}
     with pytest.raises(
         ValueError,
-        match=r"'(flava_image_codebook|FlavaImageCodebookConfig)' of FlavaModel, which lacks",
+        match=r"'(flava_image_codebook|FlavaImageCodebookConfig)' of FlavaModel, but no attention",
     ):
         hf.AutoModel.from_config(tiny_config("flava"), attn_implementation=asked)
 
