@@ -30,8 +30,20 @@ def write(tmp_path, monkeypatch):
 
     with restored():
         yield written
-    for name in ("dot_and_cosine", "whole_matrix", "mpnet_again"):
+    for name in ("every_fourth", "dot_and_cosine", "whole_matrix", "mpnet_again"):
         sys.modules.pop(name, None)
+
+
+def test_a_rule(write):
+    """Its mask is what it says, and what it says that it costs."""
+    mine = write("every_fourth").EveryFourth(near=3)
+    query, key, value = (torch.randn(1, 2, 21, 8, dtype=torch.float64) for _ in range(3))
+    out = ha.functional.sparse_attention(query, key, value, is_causal=True, rules=mine)
+    seen = [[j <= i and (i - j < 3 or j % 4 == 0) for j in range(21)] for i in range(21)]
+    assert mine.share(21) == pytest.approx(sum(map(sum, seen)) / (21 * 22 / 2))
+    mask = torch.tensor(seen)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(out, expected)
 
 
 def test_a_mechanism(write):
