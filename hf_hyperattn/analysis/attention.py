@@ -260,7 +260,7 @@ def learned_numbers(part: Any, layer: Layer) -> list[Tensor]:
         form = part.config.form or ("sinh" if layer.call.is_causal else "cosh")
         numbers = part.start(form, layer.call, torch.float32)
     else:
-        numbers = part.numbers(torch.float32)
+        numbers = part.read_numbers(torch.float32)
     return [torch.as_tensor(n, dtype=torch.float32).detach().reshape(-1) for n in numbers]
 
 
@@ -345,7 +345,7 @@ def describe_cones(part: Any, call: HostCall) -> dict[str, Any]:
     of other tokens inside its cone. The number is computed in all dimensions.
     """
     gamma, radius = (
-        torch.as_tensor(n, dtype=torch.float32).detach() for n in part.numbers(torch.float32)
+        torch.as_tensor(n, dtype=torch.float32).detach() for n in part.read_numbers(torch.float32)
     )
     heads = call.query.shape[1]
     variant = part.config.variant
@@ -405,7 +405,8 @@ def describe_disk(part: Any, call: HostCall, queries: list[int]) -> dict[str, An
     """
     heads = call.query.shape[1]
     scale = float(call.query.shape[-1]) ** -0.5
-    c = torch.as_tensor(part.numbers(torch.float32)[0], dtype=torch.float32).detach().expand(heads)
+    curvature = part.read_numbers(torch.float32)[0]
+    c = torch.as_tensor(curvature, dtype=torch.float32).detach().expand(heads)
     key = repeat_heads(call.key.float(), heads)
     query = call.query.float()[:, :, queries]
     # Keys and queries share one plane, so that their angles can be compared.

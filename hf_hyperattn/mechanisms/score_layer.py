@@ -1,4 +1,8 @@
-"""What the layers of all scores share: mode, heads, gates, identity, skipping, and what each head learns."""
+"""The base class of layers that change the attention score: cone, hyperbolic, HyPE and `@ha.score`.
+
+Read `ScoreLayer.forward` to see how a score is blended with the model's own or replaces it, per
+head, and when a layer that changes nothing is skipped.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +19,34 @@ from .base import Host, HostCall, MechanismLayer, Plan
 
 
 class ScoreLayer(MechanismLayer):
-    """A score inside a host. Blend: S + g·S_room with g = 0 at first. Replace: S_room.
+    """A mechanism's score S_m inside an attention layer with the score S.
 
-    Parameters, one number per query head, all zero at first: `gate` g (blend only), and for each name in `learned`
-    `log_<name>`, the logarithm of that number over the one that the config has under the name.
+    Blend computes S + g·S_m, with g = 0 at the start. Replace computes S_m.
 
-    A room sets `space`, which is called with the learned numbers, each a tensor [H] or, where nothing is learned, the
-    config's number, and returns what has `score(query, key, scale=None, gate=None, capped=False)`: a `PairScore` of one
-    term with that gate and cap, which reads the host's product, scale · q·k, or for None its own.
+    Parameters, one number per query head, all zero at the start: `gate` g (blend only), and for
+    each name in `learned` a `log_<name>`. It is the logarithm of the number divided by the config's
+    value.
+
+    Subclasses set `space`. It is called with the learned numbers: each is a tensor [H], or the
+    config's number if the layer has no parameters. It returns an object with a method
+    `score(query, key, scale=None, gate=None, capped=False)`. This method returns a `PairScore` of
+    one term with this gate and cap. With a scale, the term reads the attention layer's product,
+    scale · q·k. With None, it reads a product of its own features.
     """
 
     honours_heads = True
     mixes_heads = False
 
-    #: Numbers of the config of which every query head learns its own.
+    #: Numbers of the config that each query head learns.
     learned: tuple[str, ...] = ()
-    #: The parameters that all are zero where the layer changes nothing.
+    #: Parameters that are all zero when the layer changes nothing.
     gates: tuple[str, ...] = ("gate",)
-    #: Whether `space_of(call, dtype)` gives what `space` gives, for a score that reads more of the call than vectors.
+    #: Whether `make_space(call, dtype)` is called instead of `space`, for a score that reads more
+    #: of the call than vectors.
     reads_call = False
 
     space: Callable
-    space_of: Callable
+    make_space: Callable
     gate: nn.Parameter | None
 
     def __init__(
@@ -50,13 +60,17 @@ class ScoreLayer(MechanismLayer):
 
     def forward(self, plan: Plan) -> Plan:
         gate, call = self.gate, plan.call
+        # Skip a layer with zero gates. A recorded call must hold for later gates, too.
         if gate is not None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            # The usual parameter is recognised without the slower `can_read`, because this runs in
+            # every decoding step. For the same reason one gate needs no `identical`.
             plain = (
                 type(gate) is nn.Parameter
                 and not gate.is_meta
                 and not is_functorch_wrapped_tensor(gate)
             )
-            quiet = not torch.is_grad_enabled() or not self.learns()
+            # A gate of 0 still has a gradient, so a layer that trains is not skipped.
+            quiet = not torch.is_grad_enabled() or not self.needs_gradient()
             if (
                 quiet
                 and (plain or can_read(gate))
@@ -66,44 +80,67 @@ class ScoreLayer(MechanismLayer):
                 return plan
         query, key, score = call.query, call.key, plan.score
         dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
+        # Gradients of half-precision vectors are summed in float32 first, see `upcast_for_grad`.
         if torch.is_grad_enabled() and dtype not in (query.dtype, key.dtype):
             query, key = upcast_for_grad(query), upcast_for_grad(key)
+            # The plain dot product is made again from these vectors: engines multiply one pair of
+            # vectors for all terms, and both gradients must meet there.
             if (
                 len(score.terms) == 1
                 and score.raw_query is call.query
                 and score.raw_key is call.key
             ):
                 score = dot_score(query, key, call.scale)
+        # The loop of `read_numbers`, written out to save a call in every decoding step.
         numbers = []
         for name in self.learned:
             start, log = getattr(self.config, name), getattr(self, f"log_{name}")
             numbers.append(start if log is None else start * torch.exp(log.to(dtype)))
-        space = self.space_of(call, dtype) if self.reads_call else self.space(*numbers)
+        space = self.make_space(call, dtype) if self.reads_call else self.space(*numbers)
+        # Replace in all heads: the score stands alone and may use its own features.
         if gate is None and self.heads is None:
             return replace(plan, score=space.score(query, key))
         whole = gate is not None and self.heads is None
-        weight = gate.to(dtype) if whole else self.weight(gate, call, dtype)  # type: ignore[union-attr]
+        weight = gate.to(dtype) if whole else self.gate_heads(gate, call, dtype)  # type: ignore[union-attr]
         assert weight is not None
+        # A term that replaces the model's own in some heads gets its softcap there.
         added = space.score(query, key, call.scale, weight, self.mode == "replace")
         if self.mode == "replace":
             score = score.weighted(1 - weight)
         return replace(plan, score=replace(score, terms=(*score.terms, *added.terms)))
 
-    def weight(self, gate: Tensor | None, call: HostCall, dtype: torch.dtype) -> Tensor | None:
-        """How much of the mechanism each head gets, [H]: its gate, if it has one, at the heads that are changed; None
-        for all of it.
+    def gate_heads(self, gate: Tensor | None, call: HostCall, dtype: torch.dtype) -> Tensor | None:
+        """Return the weight of the mechanism in each head, 0 in heads that are not patched.
+
+        Args:
+            gate: Gate of each head [H]; None: 1.
+            call: Call of the attention layer.
+            dtype: Dtype of the result.
+
+        Returns:
+            [H], or None if the weight is 1 everywhere.
         """
-        chosen = self.head_mask(call)
-        weight = chosen if gate is None else gate if chosen is None else gate * chosen
+        mask = self.head_mask(call)
+        if gate is None:
+            weight = mask
+        else:
+            weight = gate if mask is None else gate * mask
         return None if weight is None else weight.to(dtype)
 
-    def numbers(self, dtype: torch.dtype) -> list[Tensor | float]:
-        """What heads learn, as it stands: [H] each, or the config's number where nothing is learned."""
+    def read_numbers(self, dtype: torch.dtype) -> list[Tensor | float]:
+        """Return the current values of the learned numbers.
+
+        Args:
+            dtype: Dtype of the tensors.
+
+        Returns:
+            A tensor [H] each, or the config's number if the layer has no parameters.
+        """
         logs = ((getattr(self.config, n), getattr(self, f"log_{n}")) for n in self.learned)
         return [start if log is None else start * torch.exp(log.to(dtype)) for start, log in logs]
 
-    def learns(self) -> bool:
-        """Whether some parameter wants a gradient."""
+    def needs_gradient(self) -> bool:
+        """Return whether any parameter requires a gradient."""
         return any(p.requires_grad for p in self.parameters())
 
     def identical(self) -> bool:

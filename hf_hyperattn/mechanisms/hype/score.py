@@ -85,7 +85,7 @@ class HypeLayer(ScoreLayer):
         form = self.config.form or ("sinh" if call.is_causal else "cosh")
         dtype = score.dtype
         mu, tau = self.start(form, call, dtype)
-        gate = self.weight(self.gate, call, dtype)
+        gate = self.gate_heads(self.gate, call, dtype)
         score = with_hype(
             score, of_call(call, self.host), mu, tau, form, reach=call.key.shape[2], gate=gate
         )

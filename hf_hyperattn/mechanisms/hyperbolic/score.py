@@ -221,6 +221,6 @@ class HyperbolicLayer(ScoreLayer):
             return plan
         changed, query = super().forward(plan), plan.call.query
         dtype = working_dtype(query, plan.call.key)
-        gate = self.weight(self.midpoint_gate, plan.call, dtype)
-        aggregation = einstein(self.numbers(dtype)[0], float(query.shape[-1]) ** -0.5, gate)
+        gate = self.gate_heads(self.midpoint_gate, plan.call, dtype)
+        aggregation = einstein(self.read_numbers(dtype)[0], float(query.shape[-1]) ** -0.5, gate)
         return replace(changed, options=replace(changed.options, aggregation=aggregation))
