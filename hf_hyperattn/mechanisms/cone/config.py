@@ -1,4 +1,7 @@
-"""Configuration of cone attention."""
+"""Define the configuration of cone attention.
+
+A reader learns here which settings exist and which of them exclude each other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ VARIANTS = get_args(Variant)
 
 @dataclass(frozen=True)
 class ConeConfig(MechanismConfig):
-    """Cone attention (Coneheads, arXiv 2306.00392): logits from lowest common ancestors of cones in the half space."""
+    """Configuration of cone attention (Coneheads, arXiv 2306.00392).
+
+    Logits come from lowest common ancestors of cones in the half-space.
+    """
 
     mechanism = "cone"
 
@@ -50,24 +56,39 @@ class ConeConfig(MechanismConfig):
 
     @property
     def resolved_mapping(self) -> str:
-        """The mapping, with None as the released pairing."""
+        """Return the mapping; None becomes the mapping that was released with the variant."""
         return resolve_mapping(self.variant, self.mapping)
 
 
 def resolve_mapping(variant: str, mapping: str | None) -> str:
-    """None means the released pairing: umbral with xi, penumbral with psi."""
+    """Return the mapping; None becomes the released pairing.
+
+    The released code pairs umbral with xi, and penumbral with psi.
+    """
     return mapping or {"umbral": "xi", "penumbral": "psi"}[variant]
 
 
 def check_pairing(
     owner: str, variant: str, mapping: str, squared: bool, clamp_heights: bool
 ) -> None:
-    """Penumbral cones need heights below the radius, which only psi gives by itself; umbral ones have no choices."""
+    """Check that variant, mapping and flags fit together.
+
+    Args:
+        owner: Prefix of the setting's name in messages: "ConeConfig." or "".
+        variant: "umbral" or "penumbral".
+        mapping: Resolved mapping.
+        squared, clamp_heights: Flags of penumbral cones.
+
+    Raises:
+        ValueError: An umbral cone has a penumbral flag, or heights may exceed the radius.
+    """
     settings = {"squared=False": not squared, "clamp_heights=True": clamp_heights}
-    for setting in (s for s, there in settings.items() if there and variant == "umbral"):
-        raise ValueError(
-            f"{owner}{setting} has no meaning for variant='umbral'; allowed: leave it out, or variant='penumbral'"
-        )
+    for setting, is_set in settings.items():
+        if is_set and variant == "umbral":
+            raise ValueError(
+                f"{owner}{setting} has no meaning for variant='umbral'; allowed: leave it out, or variant='penumbral'"
+            )
+    # Penumbral cones need heights below the radius. Only the sigmoid of psi guarantees that.
     if variant == "penumbral" and mapping != "psi" and not clamp_heights:
         raise ValueError(
             f"{owner}mapping={mapping!r} gives heights above the radius, which variant='penumbral' does not "

@@ -1,4 +1,7 @@
-"""Cone attention as a function, shaped like `torch.nn.functional.scaled_dot_product_attention`."""
+"""Provide cone attention as a function.
+
+Its arguments are named as in `torch.nn.functional.scaled_dot_product_attention`.
+"""
 
 from __future__ import annotations
 
@@ -29,35 +32,42 @@ def cone_attention(
     clamp_heights: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """softmax(S)·V with cone scores (Coneheads, arXiv 2306.00392): S is minus gamma times the height of the lowest
-    common ancestor of two cones in the half space. There is no 1/sqrt(d).
+    """Compute softmax(S)·V with cone scores S (Coneheads, arXiv 2306.00392).
+
+    S is minus gamma times the height of the lowest common ancestor of two cones in the half-space.
+    There is no factor 1/sqrt(d).
 
     Args:
-        query: [B, H, N, d], any floating dtype; d at least 2. Arithmetic is float32, float64 for float64 inputs.
-        key: [B, H, M, d]; with `enable_gqa` [B, Hkv, M, d], Hkv dividing H.
-        value: [B, H or Hkv, M, dv].
-        attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. A query that sees no key gives 0.
-        dropout_p: probability that a weight is dropped, in [0, 1).
-        is_causal: query i sees keys j <= i; intersects with `attn_mask`.
-        enable_gqa: allow fewer heads of keys and values than of queries.
+        query: Queries [B, H, N, d], any floating dtype; d is at least 2. Arithmetic is in float32,
+            or in float64 for float64 inputs.
+        key: Keys [B, H, M, d]. With `enable_gqa` [B, Hkv, M, d]; Hkv divides H.
+        value: Values [B, H or Hkv, M, dv].
+        attn_mask: Bool (True = visible) or additive, broadcastable to [B, H, N, M]. A query that
+            sees no key gives 0.
+        dropout_p: Probability that a weight is dropped, in [0, 1).
+        is_causal: Let query i see only keys j <= i. Combined with `attn_mask`, both apply.
+        enable_gqa: Allow fewer heads of keys and values than of queries.
         variant: "umbral" or "penumbral".
-        mapping: "xi", "psi" or "expmap", from head vectors to points; None: xi for umbral, psi for penumbral.
-        gamma: γ > 0, a float or a tensor of one value per query head.
-        radius: r > 0, likewise.
-        squared: penumbral only: squared heights, as released (default), or heights.
-        clamp_heights: penumbral only: cut heights at r·(1 - 1e-3); needed with xi and expmap.
-        backend: "auto" or the name of an engine.
+        mapping: Map from head vectors to points: "xi", "psi" or "expmap". None (default): xi for
+            umbral, psi for penumbral.
+        gamma: γ > 0, a float, or a tensor with one value per query head.
+        radius: r > 0, a float, or a tensor with one value per query head.
+        squared: Penumbral only: squared heights, as released (default), or heights.
+        clamp_heights: Penumbral only: clamp heights at r·(1 - 1e-3). xi and expmap need it.
+        backend: "auto" (default), or the name of an engine.
 
     Returns:
-        [B, H, N, dv] in the query's dtype.
+        Outputs [B, H, N, dv] in the query's dtype.
 
     Raises:
-        ValueError: an argument out of its range; the message names it, its value and what is allowed.
+        ValueError: An argument is out of range. The message names it, its value and the allowed
+            values.
     """
     flags = dict(is_causal=is_causal, squared=squared, clamp_heights=clamp_heights)
     check_call(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **flags)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    # Gradients of half-precision inputs are summed in float32, and rounded once.
     score = space.score(upcast_for_grad(query), upcast_for_grad(key))
     out, _ = attention(score, value, options, backend=backend)
     return out.to(query.dtype)
@@ -74,19 +84,29 @@ def cone_scores(
     squared: bool = True,
     clamp_heights: bool = False,
 ) -> Tensor:
-    """The dense logits [B, H, N, M] straight from the definition; arguments as in `cone_attention`."""
+    """Return the dense logits [B, H, N, M], computed from the definition.
+
+    Arguments are as in `cone_attention`.
+    """
     check_call(query, key, key, squared=squared, clamp_heights=clamp_heights)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
     return space.score(query, key).terms[0].definition()
 
 
 def cone_space(query: Tensor, variant, mapping, gamma, radius, squared, clamp_heights) -> ConeSpace:
-    """Checked parameters of a cone score for these queries."""
+    """Check the parameters of a cone score, and return them as a `ConeSpace`.
+
+    Arguments are as in `cone_attention`.
+    """
     check_choice("variant", variant, VARIANTS)
     check_choice("mapping", mapping, (None, *MAPPINGS))
     mapping = resolve_mapping(variant, mapping)
     check_pairing("", variant, mapping, squared, clamp_heights)
-    gamma, radius = (
-        check_number_of_heads(n, x, query) for n, x in (("gamma", gamma), ("radius", radius))
+    return ConeSpace(
+        variant=variant,
+        mapping=mapping,
+        squared=squared,
+        clamp_heights=clamp_heights,
+        gamma=check_number_of_heads("gamma", gamma, query),
+        radius=check_number_of_heads("radius", radius, query),
     )
-    return ConeSpace(variant, mapping, squared, clamp_heights, gamma, radius)
