@@ -78,9 +78,8 @@ class ConeSpace:
         name, reader = KINDS[self.variant, self.mapping, self.squared, self.clamp_heights]
         vectors = ConeVectors(query, key, self, scale)
         gamma, radius = self.gamma, self.radius
-        if self.variant == "umbral":
-            head = ()
-        else:
+        head: tuple[Tensor | float, ...] = ()
+        if self.variant == "penumbral":
             # r² of the scaled lengths, in which gamma is 1.
             head = (radius**2 * (gamma if self.squared else gamma**2),)
         term = ScoreTerm(

@@ -1,4 +1,8 @@
-"""HyPE as engines compute it on a tile: row and column statistics are positions, which are exact in float32."""
+"""Compute the HyPE bias on tiles.
+
+A reader learns here how engines evaluate and differentiate the bias. Row and column statistics are
+positions, which are exact in float32.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,11 @@ from .reference import FARTHEST
 
 
 class Hype(Term):
-    """Reads no product. Row and column: positions; head: mu, tau."""
+    """The HyPE bias of a pair. It reads positions, mu and tau, but no product.
+
+    Args:
+        form: "sinh" or "cosh".
+    """
 
     rows, columns, heads = 1, 1, 2
 
@@ -18,11 +26,12 @@ class Hype(Term):
 
     def logits(self, dot, row, column, head, squared_distance=None):
         mu, tau = head
-        x = (
-            torch.sub(column[0], row[0]).detach().mul(mu).clamp_(-FARTHEST, FARTHEST)
-        )  # positions do not learn
+        # Detached, because positions get no gradient.
+        distance = torch.sub(column[0], row[0]).detach()
+        x = distance.mul(mu).clamp_(-FARTHEST, FARTHEST)
         if self.form == "sinh":
             return x.sinh_().mul_(tau)
+        # 1 - cosh x = -2 sinh²(x / 2), without the cancellation near 0.
         return x.mul_(0.5).sinh_().square_().mul_(-2 * tau)
 
     def vjp(self, dot, row, column, head, squared_distance=None):
@@ -30,17 +39,18 @@ class Hype(Term):
         distance = torch.sub(column[0], row[0])
         x = (distance * mu).clamp_(-FARTHEST, FARTHEST)
         sinh = x.sinh()
-        # the bias over tau, and its slope in x over tau
-        unit, slope = (
-            (sinh, x.cosh()) if self.form == "sinh" else ((x / 2).sinh_().square_().mul_(-2), -sinh)
-        )
+        # The bias divided by tau, and its slope in x divided by tau.
+        if self.form == "sinh":
+            unit, slope = sinh, x.cosh()
+        else:
+            unit, slope = (x / 2).sinh_().square_().mul_(-2), -sinh
 
-        def pullback(grad):
+        def pull_back(grad):
             d_tau = (grad * unit).sum((-2, -1), keepdim=True)
             d_mu = (grad * slope.mul(distance)).sum((-2, -1), keepdim=True) * tau
             return None, (None,), (None,), (d_mu, d_tau)
 
-        return unit * tau, pullback
+        return unit * tau, pull_back
 
 
 SINH, COSH = (register_term(Hype(form)) for form in ("sinh", "cosh"))

@@ -1,4 +1,7 @@
-"""From head vectors to what engines see of the hyperbolic scores (terms.py), and hyperbolic attention inside a host."""
+"""Prepare hyperbolic scores for the engines, and provide the hyperbolic layer of a patched model.
+
+A reader learns here which numbers of head vectors the terms (terms.py) read.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,11 @@ class HyperbolicSpace:
     temperature: Tensor | float
 
     def scale_of(self, x: Tensor) -> float:
-        """What vectors are scaled with."""
+        """Return the factor of vectors: `scale`, or 1/sqrt(d) if it is None."""
         return float(x.shape[-1]) ** -0.5 if self.scale is None else self.scale
 
     def numbers(self, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
-        """c and τ as tensors, both [H] or both [1]."""
+        """Return c and τ as tensors, both [H] or both [1]."""
         c, tau = (
             torch.as_tensor(x, dtype=dtype, device=device).reshape(-1)
             for x in (self.curvature, self.temperature)
@@ -60,11 +63,14 @@ class HyperbolicSpace:
         gate: Tensor | None = None,
         capped: bool = False,
     ) -> PairScore:
-        """The score of queries [B, H, N, d] and keys [B, Hkv, M, d], unscaled.
+        """Return the hyperbolic score of queries and keys.
 
         Args:
-            scale: of a host's product that it reads, scale · q·k; None: it reads that of the directions.
-            gate, capped: as in `ScoreTerm`.
+            query: Queries [B, H, N, d], unscaled.
+            key: Keys [B, Hkv, M, d], unscaled.
+            scale: If given, the score reads the layer's product scale · q·k. None (default): it
+                reads the product of the directions.
+            gate, capped: As in `ScoreTerm`.
         """
         vectors, on_product = HyperbolicVectors(query, key, self, scale), scale is not None
         parameters = self.curvature, self.scale_of(query)
@@ -98,7 +104,7 @@ READERS["hyperbolic"] = Reader("hyperbolic", read, 2)
 
 
 def beta(distance: str, c: Any, tau: Any) -> Any:
-    """What the term multiplies with, a tensor where c is one: 1/(τ√c) for "geodesic", 4/(cτ) for "squared_lorentz"."""
+    """Return the factor β of a score: 1/(τ√c) for "geodesic", 4/(cτ) for "squared_lorentz"."""
     return 1 / (tau * c**0.5) if distance == "geodesic" else 4 / (c * tau)
 
 
@@ -113,7 +119,7 @@ class HyperbolicVectors:
     lengths: tuple[Tensor, Tensor] | None = None
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        """Norms of scale · x, [B, H, N] and [B, Hkv, M], in the working dtype."""
+        """Return norms of scale · x, [B, H, N] and [B, Hkv, M], in the working dtype."""
         if self.lengths is None:
             dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
             query, key = (
@@ -123,7 +129,11 @@ class HyperbolicVectors:
         return self.lengths
 
     def statistics(self) -> Numbers:
-        """The term's numbers: sinh a and cosh a and, on the host's product, inverse norms; of heads β."""
+        """Return the numbers that the term reads.
+
+        Rows and columns have sinh a and cosh a. If the score reads the layer's product, the inverse
+        norms follow. Heads have β.
+        """
         lengths, heads, scale = self.norms(), self.query.shape[1], self.space.scale_of(self.query)
         c, tau = self.space.numbers(lengths[0].dtype, self.query.device)
         sides = []
@@ -142,21 +152,21 @@ class HyperbolicVectors:
         return Numbers(sides[0], sides[1], [weight], factors)
 
     def directions(self) -> tuple[Tensor, Tensor]:
-        """The features: unit vectors, [B, H, N, d] and [B, Hkv, M, d]."""
+        """Return the features: unit vectors, [B, H, N, d] and [B, Hkv, M, d]."""
         dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
         query, key = (direction_and_norm(x.to(dtype), scale)[0] for x in (self.query, self.key))
         return query, key
 
     def points(self) -> Points:
-        """What distances are measured between."""
+        """Return the points between which distances are measured."""
         return Points(*self.directions())
 
     def linear_features(self) -> tuple[Tensor, Tensor]:
-        """See `squared_lorentz_features`."""
+        """Return the features of `squared_lorentz_features`."""
         return squared_lorentz_features(self.query, self.key, self.space)
 
     def definition(self) -> Tensor:
-        """The dense logits."""
+        """Return the dense logits [B, H, N, M] from the definition."""
         space, scale = self.space, self.space.scale_of(self.query)
         c, tau = space.numbers(torch.float64, self.query.device)
         return definition(self.query, self.key, c, tau, scale=scale, distance=space.distance)
