@@ -22,7 +22,6 @@ from ...engines.score import (
     Reader,
     ScoreTerm,
     VectorReader,
-    working_dtype,
 )
 from ..base import Host
 from ..score_layer import ScoreLayer
@@ -168,7 +167,7 @@ class ConeVectors:
         for penumbral, then the factor of squared distances.
         """
         query, key, space, scale = self.query, self.key, self.space, self.scale
-        dtype = working_dtype(query, key)
+        dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
         heads, dim = query.shape[1], query.shape[-1]
         gamma, radius = self.broadcast_parameters(dtype)
         height_factor, gap_factor, rim = self.compute_factors(gamma, radius)
