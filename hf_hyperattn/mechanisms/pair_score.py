@@ -190,7 +190,7 @@ class Dense(torch.autograd.Function):
         _, pull = evaluate_with_vjp(graph, dot, row, column, numbers[heads_at:], squared, near)
         d_dot, d_row, d_column, d_head, *d_squared = pull(grads[0])
         gradients = [d_dot, d_squared[0] if d_squared else None, *d_row, *d_column, *d_head]
-        inputs = (dot, squared, *numbers)
+        inputs: Any = (dot, squared, *numbers)
         # Gradients may have the shape of the whole matrix: sum what was broadcast. The first None
         # belongs to `term`.
         return None, *(

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 #: Triton's interpreter has no machine instructions, and multiplies the bit patterns of bfloat16.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # pyright: ignore[reportAttributeAccessIssue]
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # log 2 in two parts (Cody and Waite). The first is short: its product with up to 15 bits is exact.
