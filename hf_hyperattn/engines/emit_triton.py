@@ -188,16 +188,26 @@ class TritonWriter:
         return self.names[node]
 
     def write_extreme(self, node: Node) -> str | None:
-        """Return a choice of the larger or smaller number as one instruction; None for others."""
+        """Return a choice of the larger or smaller number as one instruction; None for others.
+
+        A comparison with NaN is false, so the choice is the second branch. One instruction does the
+        same only if one of the numbers is a constant: `tl.maximum` returns the number beside a NaN,
+        and `larger` returns the NaN.
+        """
         condition, chosen, other = node.args
         if condition.op not in ("lt", "le"):
             return None
         low, high = condition.args
-        if (chosen, other) == (high, low):
-            return f"larger({self.write_node(low)}, {self.write_node(high)})"
-        if (chosen, other) == (low, high):
-            return f"smaller({self.write_node(low)}, {self.write_node(high)})"
-        return None
+        is_maximum = (chosen, other) == (high, low)
+        if not is_maximum and (chosen, other) != (low, high):
+            return None
+        if other.op == "number":
+            function = "tl.maximum" if is_maximum else "tl.minimum"
+        elif chosen.op == "number":
+            function = "larger" if is_maximum else "smaller"
+        else:
+            return None
+        return f"{function}({self.write_node(low)}, {self.write_node(high)})"
 
     def write_fused(self, node: Node) -> str | None:
         """Return a - b · number as one instruction; None if no factor is a number.
@@ -209,7 +219,8 @@ class TritonWriter:
         for factor, other in (product.args, product.args[::-1]):
             if factor.op == "number":
                 x, a = self.write_node(other), self.write_node(difference)
-                return f"tl.fma({x}, {-factor.value}, {a})"
+                minus = self.write_node(product.graph.add_number(-factor.value))
+                return f"tl.fma({x}, {minus}, {a})"
         return None
 
     def write_margin(self, condition: Node) -> str:

@@ -5,9 +5,12 @@ import random
 import pytest
 import torch
 
+from hf_hyperattn.engines import Options, dot_score
 from hf_hyperattn.hierarchy import Hierarchy, Tree
+from hf_hyperattn.mechanisms.hsa.config import Rule
 from hf_hyperattn.mechanisms.hsa.pairs import count_pairs
 from hf_hyperattn.mechanisms.hsa.reference import definition_key
+from hf_hyperattn.mechanisms.hsa.request import Request, attend_hierarchically
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from tests.mechanisms.test_hsa_both import with_statistics
 from tests.oracles import hsa, key_tying, trees
@@ -252,3 +255,20 @@ def test_counted_pairs_where_everything_is_refined():
     """All blocks opened, the pairs are those of ordinary attention; the last token alone is no block."""
     for length in (9, 13, 16):
         assert count_pairs(length, (2,), 0, 0, length, is_causal=False, compared=False) == length**2
+
+
+@pytest.mark.parametrize("columns", [1, 9])
+def test_a_bias_that_is_the_same_for_all_keys_counts_beside_a_sink(columns):
+    """A sink has no bias. With every token near, attention is plain, with one more logit in the softmax."""
+    query, key, value = (tensor(1, 2, 9, 4, seed=seed) for seed in range(3))
+    bias = tensor(1, 2, 9, 1, seed=3).expand(1, 2, 9, columns)
+    sinks = torch.tensor([0.3, -1.0], dtype=torch.float64)
+    rule = Rule("key", near=100)
+    request = Request(hierarchy=(3,), rule=rule, is_causal=True)
+    options = Options(is_causal=True, bias=bias, sinks=sinks)
+    out, _ = attend_hierarchically(dot_score(query, key, 0.5), value, options, request)
+    logits = 0.5 * query @ key.mT + bias
+    logits = logits.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), float("-inf"))
+    sink = sinks[:, None, None].expand(1, 2, 9, 1)
+    weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+    assert_close(out, weights @ value, 1e-9)

@@ -251,9 +251,11 @@ def _attend_tied_keys(
             "mask, no gradients, no attention weights; or evict=False"
         )
     bias = options.bias
-    if bias is not None:
-        # A bias with one column is the same for all keys, and softmax does not change.
-        bias = None if bias.shape[-1] == 1 else bias[..., :stop]
+    if bias is not None and bias.shape[-1] == 1:
+        # It is the same for all keys. Softmax does not change, unless a sink has no bias.
+        bias = None if options.sinks is None else bias.expand(*bias.shape[:-1], stop)
+    elif bias is not None:
+        bias = bias[..., :stop]
     return key_tied(
         query,
         key,
