@@ -1,9 +1,9 @@
-"""Times the `blockwise` engine with the derivatives by hand of our scores, and with those of their graphs.
+"""Time the `blockwise` engine with two kinds of derivatives: by hand, and from the traced graph.
 
     python benchmarks/hand_derivatives.py --length 512
 
-A score from outside the package has the derivative of its traced graph alone. A derivative by hand
-stays in the package only while it is measurably faster. Both kinds take turns, round by round.
+Scores of users only have the derivative of their graph. A derivative by hand stays in the package
+only while it is measurably faster. Both kinds take turns, round by round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BY_HAND = {
 
 
 def use_derivatives(by_hand: bool) -> None:
-    """Let all terms use the derivatives by hand, or those of their graphs."""
+    """Make all terms use one kind of derivative."""
     for owner, methods in BY_HAND.items():
         for name, method in methods.items():
             setattr(owner, name, method if by_hand else vars(DistanceTerm)[name])

@@ -58,7 +58,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--memory", type=float, default=6.0, help="GiB that a job may take")
     p.add_argument("--longest", type=float, default=60.0, help="seconds that one call may take")
     p.add_argument(
-        "--base", type=Path, metavar="FILE.json", help="tell what is slower than in this file"
+        "--base",
+        type=Path,
+        metavar="FILE.json",
+        help="report measurements that are slower than in this file",
     )
     p.add_argument("--list", action="store_true", help="only list the jobs")
     p.add_argument("--draw", action="store_true", help="only write docs/performance.md")
@@ -88,9 +91,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     if unknown:
         p.error(f"--ways {unknown[0]}: nothing here runs so; allowed: {', '.join(sorted(ways))}")
     if "threads" in given and device() == "cuda":
-        p.error(
-            "--threads says nothing of a GPU, which is what is measured where there is one; leave it out"
-        )
+        p.error("--threads has no effect on a GPU, and this machine has one; leave it out")
     for name in OWN.keys() - set(given):
         setattr(args, name, OWN[name])
     return args

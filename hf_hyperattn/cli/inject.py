@@ -111,7 +111,7 @@ def inject_rules(args: argparse.Namespace) -> int:
     check_task(args, task)
     if task.is_encoder and has_budget and args.pairs is not None:
         raise ValueError(
-            "--budget says nothing for an encoder beside --pairs; leave out one of them"
+            "--budget has no effect on an encoder together with --pairs; leave out one of them"
         )
     # The default depends on mechanism and model, so the parser cannot set it.
     if args.retrieval_budget is None and args.mechanism == "sparse" and not task.is_encoder:
@@ -207,7 +207,7 @@ def check_task(args: argparse.Namespace, task: Task) -> None:
     for name, why in NOT_OF_ENCODERS.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} says nothing for an encoder, {why}; leave it out")
+            raise ValueError(f"--{option} has no effect on an encoder, {why}; leave it out")
 
 
 def make_injection(

@@ -91,7 +91,7 @@ def parse_layers(option: str | None, config: Any) -> list[int] | None:
         return None
     count = getattr(config.get_text_config(), "num_hidden_layers", 0)
     words = [word.strip() for word in option.split(",")]
-    # Numbers, of which negative ones count from the end; otherwise a name such as last-4.
+    # Numbers, or a name such as last-4. Negative numbers count from the end.
     if all(word.lstrip("-").isdecimal() for word in words):
         chosen = resolve_numbers(list(range(count)), tuple(int(word) for word in words))
     else:

@@ -441,7 +441,7 @@ def test_threads_of_a_gpu_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(run, "device", lambda: "cuda")
     with pytest.raises(SystemExit):
         run.read_options(["--lengths", "32", "--threads", "2"])
-    assert "--threads says nothing of a GPU" in capsys.readouterr().err
+    assert "--threads has no effect on a GPU" in capsys.readouterr().err
     assert run.read_options(["--lengths", "32"]).threads == [1]
 
 

@@ -372,14 +372,16 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
     ]
     (folder / "one.txt").write_text(prose(1, 4000))
     for option in (("--rows", "64"), ("--seed", "0")):
-        assert f"{option[0]} says nothing for an encoder" in refused(
+        assert f"{option[0]} has no effect on an encoder" in refused(
             capsys, tmp_path / "bert", *arguments, *option
         )
     said = refused(capsys, tmp_path / "bert", *arguments, "--pairs", "0.6")
-    assert "--budget says nothing for an encoder beside --pairs; leave out one of them" in said
+    assert (
+        "--budget has no effect on an encoder together with --pairs; leave out one of them" in said
+    )
     said = refused(capsys, tmp_path / "bert", *arguments, "--cost", "bytes")
     assert (
-        "--cost says nothing for an encoder, whose rules go by layer, and which keeps no cache"
+        "--cost has no effect on an encoder, whose rules go by layer, and which keeps no cache"
         in said
     )
     code = main(
@@ -409,7 +411,7 @@ def test_an_encoder_gets_sparse_rules(capsys, folder, tmp_path):
         "0.7",
     ]
     said = refused(capsys, tmp_path / "bert", *arguments, "--retrieval-budget", "0.1")
-    assert "--retrieval-budget says nothing for an encoder" in said
+    assert "--retrieval-budget has no effect on an encoder" in said
     arguments += ["--compare", "--allow-slower", "--output", tmp_path / "out"]
     code = main(["inject", *map(str, [tmp_path / "bert", *arguments])])
     out, err = capsys.readouterr()

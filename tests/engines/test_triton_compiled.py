@@ -99,7 +99,7 @@ def test_every_option(monkeypatch):
 #: queries, backward by keys. A little above what was counted with Triton 3.6.0.
 INSTRUCTIONS = {
     "dot": (11, 13, 16),
-    "umbral": (24, 57, 57),
+    "umbral": (27, 57, 57),
     "geodesic": (45, 80, 80),
 }
 

@@ -1,6 +1,6 @@
 """Define the configuration of cone attention.
 
-A reader learns here which settings exist and which of them exclude each other.
+Here you learn which settings exist and which of them exclude each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Define cone attention as published (Coneheads, arXiv 2306.00392, sections 3 and 4).
 
-A reader learns here the formulas of the scores and of the points; docs/cone.md derives them.
+Here you learn the formulas of the scores and of the points; docs/cone.md derives them.
 
 The score of a pair is minus the height of the lowest common ancestor of its cones, times gamma. D is
 the Euclidean distance of the horizontal parts. Each head has its own gamma and r:

@@ -1,6 +1,6 @@
 """Compute cone scores on tiles: one dot product, then a few operations per pair.
 
-A reader learns here how the published formulas (reference.py) become cheap arithmetic on a tile.
+Here you learn how the published formulas (reference.py) become cheap arithmetic on a tile.
 
 The heights h are scaled by gamma / 2, and w = (gamma / (2 sinh r))². Both are computed outside the
 tile, where automatic differentiation passes their gradients on to gamma and r. With u = h_q - h_k,
@@ -105,9 +105,9 @@ class ConeTerm(DerivedDistanceTerm):
         return self.derive_heights(squared.mul_(head[-1]), u, *heights, head)[0]
 
     # This derivative is written by hand because it is faster in blocks than the derivative of the
-    # traced graph. Without it, training takes 1.57 times as long for umbral scores, 1.71 times for
-    # penumbral scores (squared), and 2.33 times for penumbral scores (not squared). Measured on one
-    # core of an AMD EPYC (Zen 4): `blockwise`, 4 heads, 512 tokens, d = 64.
+    # traced graph. Without it, `blockwise` trains 1.6 to 1.8 times as long with umbral scores, 1.7 to
+    # 2.6 with squared penumbral ones and 2.3 to 2.9 with the others. Four runs of
+    # benchmarks/hand_derivatives.py on one core of an AMD EPYC (Zen 4).
     def derive(self, row, column, head, squared_distance):
         weight = head[-1]
         heights = row[: self.before], column[: self.before]

@@ -1,6 +1,6 @@
 """Compute the HyPE bias on tiles.
 
-A reader learns here how engines evaluate and differentiate the bias. Row and column statistics are
+Here you learn how engines evaluate and differentiate the bias. Row and column statistics are
 positions, which are exact in float32.
 """
 

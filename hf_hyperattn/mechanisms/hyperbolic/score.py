@@ -1,6 +1,6 @@
 """Prepare hyperbolic scores for the engines, and provide the hyperbolic layer of a patched model.
 
-A reader learns here which numbers of head vectors the terms (terms.py) read.
+Here you learn which numbers of head vectors the terms (terms.py) read.
 """
 
 from __future__ import annotations

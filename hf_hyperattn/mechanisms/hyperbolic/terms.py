@@ -1,6 +1,6 @@
 """Compute hyperbolic-distance scores on tiles: one dot product, then a few operations per pair.
 
-A reader learns here how the published distance (reference.py) becomes cheap arithmetic on a tile.
+Here you learn how the published distance (reference.py) becomes cheap arithmetic on a tile.
 
 Let a be the half radius of a point, and G = 2 - 2 cos θ the squared distance of two directions.
 Half the hyperbolic law of cosines is
@@ -122,9 +122,9 @@ class HyperbolicTerm(DerivedDistanceTerm):
         return self.derive_separation(w, head)[0]
 
     # This derivative is written by hand because it is faster in blocks than the derivative of the
-    # traced graph. Without it, training takes 2.46 times as long for geodesic scores, and 2.17 times
-    # for squared Lorentz scores. Measured on one core of an AMD EPYC (Zen 4): `blockwise`, 4 heads,
-    # 512 tokens, d = 64.
+    # traced graph. Without it, `blockwise` trains 2.4 to 3.2 times as long with geodesic scores, and
+    # 1.7 to 2.4 with squared Lorentz ones. Four runs of benchmarks/hand_derivatives.py on one core
+    # of an AMD EPYC (Zen 4).
     def derive(self, row, column, head, squared_distance):
         w, x = self.compute_separation(squared_distance, row, column)
         logits, pull = self.derive_separation(w, head)

@@ -45,5 +45,5 @@ class MklConfig(MechanismConfig):
     def needs(self) -> dict[str, str]:
         """Properties that the weights rely on."""
         return {
-            "pairwise_logits": "the logits are of three tokens, and those that would be weighted are of two"
+            "pairwise_logits": "the logits belong to three tokens, and mkl weights logits of two"
         }
