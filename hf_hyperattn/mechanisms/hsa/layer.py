@@ -100,8 +100,10 @@ class HsaLayer(SelectionLayer):
             options = replace(options, mask=call.query.new_ones(1, 1, n, m, dtype=torch.bool))
         learned = parameters["block_bias"]
         if learned is not None:
-            start = torch.as_tensor(rules.block_bias, dtype=score.dtype, device=score.device)
-            rules = replace(rules, block_bias=start + learned.to(score.dtype))
+            learned = learned.to(score.dtype)
+            start = rules.block_bias
+            start = learned.new_tensor(start) if isinstance(start, tuple) else start
+            rules = replace(rules, block_bias=learned + start)
         hierarchy = call.keywords.get("hierarchy")
         request = Request(
             hierarchy=self.config.windows if hierarchy is None else hierarchy,

@@ -64,7 +64,6 @@ class Request:
         chunk: The layer's own attention starts again after this many tokens of a row. 1 if it may
             hide any token.
         position_ids: int64 [B|1, N] of the call, see `Reading.find_texts`.
-        scale: Factor of the products of queries and keys.
     """
 
     hierarchy: Hierarchy | Tensor | tuple[int, ...]
@@ -77,7 +76,6 @@ class Request:
     evicted: bool = False
     chunk: int | None = None
     position_ids: Tensor | None = None
-    scale: float = 1.0
 
 
 def attend_hierarchically(
@@ -99,22 +97,22 @@ def attend_hierarchically(
     Raises:
         ValueError: The tying does not allow this score, softcap, mask, dropout or cache.
     """
-    plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
-    if plain and request.cache is not None and score.is_product:
-        # Attention reads the cache instead of these keys, so converting them to the working dtype
-        # is wasted work.
-        query = score.raw_query.to(score.dtype) * score.scale
-        key = score.raw_key
-    else:
-        query, key = linear_features(score)
-    # A term may have different keys for every query head. Values then need as many heads.
-    value = repeat_heads(value, key.shape[1])
     if options.softcap is not None:
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: attention layers without "
             "softcap"
         )
     exporting = is_exporting() or is_transformed()
+    plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
+    scale = 1.0
+    if not exporting and plain and _takes_raw_vectors(score, value, request):
+        # Converting the keys, or multiplying them by the scale, would be wasted work: the products
+        # are multiplied by it.
+        query, key, scale = score.raw_query, score.raw_key, float(score.scale)
+    else:
+        query, key = linear_features(score)
+    # A term may have different keys for every query head. Values then need as many heads.
+    value = repeat_heads(value, key.shape[1])
     if exporting and portable.supports_call(query, key, options, request):
         out, shares = portable.attend_densely(query, key, value, options, request)
         return out, shares if request.weights else None
@@ -129,18 +127,27 @@ def attend_hierarchically(
     if request.cache is not None and not plain:
         # The cache keeps means of the layer's keys, not of the features of this score.
         request = replace(request, cache=None, evicted=request.cache.keep is not None)
+    return attend_tied(query, key, value, options, request, scale)
+
+
+def _takes_raw_vectors(score: PairScore, value: Tensor, request: Request) -> bool:
+    """Return whether a product of plain vectors can be computed from the vectors themselves.
+
+    Attention then reads a cache in place of these keys, or the kernel multiplies bfloat16 numbers.
+    """
+    if not score.is_product or request.rule.tying != "key":
+        return False
     raw = score.raw_query, score.raw_key, value
-    if plain and score.is_product and request.rule.tying == "key":
-        if all(map(native.takes_dtype, raw)):
-            # The kernel multiplies bfloat16 tensors directly. It applies the scale to the float32
-            # products.
-            query, key = score.raw_query, score.raw_key
-            request = replace(request, scale=float(score.scale))
-    return attend_tied(query, key, value, options, request)
+    return request.cache is not None or all(map(native.takes_dtype, raw))
 
 
 def attend_tied(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    request: Request,
+    scale: float = 1.0,
 ) -> Result:
     """Compute `attend_hierarchically` for features whose plain product is the score.
 
@@ -150,6 +157,7 @@ def attend_tied(
         value: [B, Hkv, M, dv].
         options: As in `attend_hierarchically`.
         request: As in `attend_hierarchically`.
+        scale: Factor of the products of queries and keys.
 
     Returns:
         The output [B, H, N, dv], and the weights [B, H, N, M] or None.
@@ -190,7 +198,7 @@ def attend_tied(
             # no masks.
             options = replace(options, mask=mask if real is None or _needs_gradient(mask) else None)
         out, weights = _attend_tied_keys(
-            query, key, value, options, hierarchy, request, reading, place
+            query, key, value, options, hierarchy, request, reading, scale, place
         )
 
     # Step 4: zero causal rows that hold padding only. If not causal, such a row keeps the tree of a
@@ -212,12 +220,13 @@ def _attend_tied_keys(
     hierarchy: Hierarchy,
     request: Request,
     reading: Reading,
+    scale: float,
     place: Tensor | None = None,
 ) -> Result:
     """Attend with tying="key", from the cached means if the cache fits the call.
 
     Args:
-        query, key, value, options, request: As in `attend_tied`, without empty slots.
+        query, key, value, options, request, scale: As in `attend_tied`, without empty slots.
         hierarchy: Trees over the real keys; padding is in no tree.
         reading: Facts read from the mask.
         place: int64 [B, M], the number of each key in its text; None: its number in the row.
@@ -234,7 +243,7 @@ def _attend_tied_keys(
         "near": rule.near,
         "sinks": rule.sinks,
         "block_bias": rule.block_bias,
-        "scale": request.scale,
+        "scale": scale,
         "sink_logit": options.sinks,
         "offset": stop - query.shape[2] if by_mask else options.offset,
     }

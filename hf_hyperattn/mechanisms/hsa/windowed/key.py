@@ -473,5 +473,6 @@ def per_head_tensor(
     """
     if value is None:
         return None
-    value = torch.as_tensor(value, dtype=dtype, device=like.device).reshape(-1)
-    return value.expand(like.shape[1]).contiguous()
+    heads = like.shape[1]
+    value = torch.as_tensor(value, dtype=dtype, device=like.device)
+    return value if value.shape == (heads,) else value.reshape(-1).expand(heads).contiguous()
