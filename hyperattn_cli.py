@@ -708,13 +708,13 @@ def add_inject_options(add: Callable) -> None:
     Each text is split into three parts: measure, choose, verify. Causal models are
     also tested on retrieval: copying, needles, variables, few-shot examples.
     A task that the original model cannot do is reported and does not decide.
-    If verification exceeds a budget, the next safer combination is tried. If none
-    passes, nothing is written and the exit code is 1.
+    If verification exceeds a budget, safer combinations follow. If none passes,
+    nothing is written and the exit code is 1.
 
     Examples:
-      hyperattn inject MODEL --mechanism sparse --text book.txt code.txt --output small
-      hyperattn inject MODEL --mechanism sparse --text book.txt --pairs 0.3 --output small
-      hyperattn inject ENCODER --mechanism hsa --text docs.txt --length 512 --output small
+      hyperattn inject MODEL --text book.txt code.txt --output small
+      hyperattn inject MODEL --text book.txt --pairs 0.3 --output small
+      hyperattn inject ENCODER --text docs.txt --length 512 --output small
       hyperattn inject ENCODER --mechanism collaborative --rank 192 --output small
     """
     add_inject_required_options(add)
@@ -728,13 +728,6 @@ def add_inject_required_options(add: Callable) -> None:
     required = add_group(add, "required")
     required("model", metavar="MODEL", help="folder or Hub id of a causal LM or a text encoder")
     required(
-        "--mechanism",
-        required=True,
-        metavar="NAME",
-        help="sparse: windows, pages, single keys (causal models); hsa: distant keys as block means (both); "
-        "collaborative: shared query/key dimensions; needs --rank",
-    )
-    required(
         "--text",
         nargs="+",
         metavar="FILE",
@@ -746,6 +739,12 @@ def add_inject_required_options(add: Callable) -> None:
 def add_inject_saving_options(add: Callable) -> None:
     """Add the options of `inject` that say how much to save."""
     saving = add_group(add, "how much to save")
+    saving(
+        "--mechanism",
+        metavar="NAME",
+        help="sparse: windows, pages, single keys; hsa: distant keys as block means; collaborative: shared query/key "
+        "dimensions, needs --rank (default: sparse for causal models, hsa for encoders)",
+    )
     saving(
         "--budget",
         type=float,
