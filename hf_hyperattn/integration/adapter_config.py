@@ -35,7 +35,8 @@ from .attach import cut_to_depth
 from .checkpoint_config import list_configs, make_record, patched_hosts, recorded_hosts, saved_name
 from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
-from .hyper_adapter import base_hyper, hyper_adapters
+from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters
+from .patching import LISTENERS, PatchListener
 from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
 
@@ -113,6 +114,15 @@ def take_hyper_from_adapters(model: nn.Module, base: PreTrainedModel) -> None:
             kept = [name for name in config.modules_to_save if name.rpartition(".")[2] != "hyper"]
             config.modules_to_save = kept or None
         config.__dict__.pop(SAVED_BASE, None)
+
+
+LISTENERS.append(
+    PatchListener(
+        check=refuse_adapters,
+        after_patch=give_adapters_hyper,
+        after_unpatch=take_hyper_from_adapters,
+    )
+)
 
 
 def describe_base(model: PreTrainedModel) -> dict | None:

@@ -66,6 +66,24 @@ def unwrap_hyper(module: Any) -> Any:
     return getattr(module, "original_module", module)
 
 
+def active_hyper(module: Any) -> Hyper | None:
+    """Return the `Hyper` that is in use at an attention layer.
+
+    Args:
+        module: The module at `host.hyper`: a `Hyper`, PEFT's wrapper around one, or a
+            `HyperAdapter`. None for a layer that is not patched.
+    """
+    # A `HyperAdapter` answers this itself. No `isinstance`: its module imports this one.
+    if hasattr(module, "running_hyper"):
+        return module.running_hyper
+    # PEFT's `ModulesToSaveWrapper` keeps one copy for each adapter.
+    copies = getattr(module, "modules_to_save", {})
+    names = [name for name in getattr(module, "active_adapters", []) if name in copies]
+    if names and not module.disable_adapters:
+        return copies[names[0]]
+    return getattr(module, "original_module", module)
+
+
 def recorded_hosts(config: Any) -> list[str] | None:
     """Return the attention layers that the config's record lists, or None if it has no list.
 

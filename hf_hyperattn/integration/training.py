@@ -14,9 +14,15 @@ from transformers import TrainerCallback, trainer_pt_utils
 from transformers.models.auto import modeling_auto
 
 from ..readable import can_read
-from .checkpoint_config import RECORD, patched_hosts, unwrap_hyper, write_records
+from .checkpoint_config import (
+    RECORD,
+    active_hyper,
+    patched_hosts,
+    unwrap_hyper,
+    write_records,
+)
 from .hyper import Hyper
-from .hyper_adapter import HyperAdapter, active_hyper
+from .hyper_adapter import HyperAdapter
 from .hyper_lora import HyperLoraConfig, find_linear_targets
 from .patching import base_model
 from .wrapping import wrap
