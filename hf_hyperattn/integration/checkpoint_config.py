@@ -34,6 +34,8 @@ INTERNAL = "_attn_implementation_internal"
 #: Whether a model is being built or loaded. `resolve_stock` then checks the implementation that the
 #: loader asked for.
 LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
+#: Arguments of loaders that select files on the Hub.
+WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 #: Every living model. `running_on` finds here the models that run on a config object, when a user
 #: sets its name.

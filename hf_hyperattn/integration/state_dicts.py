@@ -43,8 +43,6 @@ logger = logging.getLogger("hf_hyperattn")
 
 #: Names of the tensors read so far, while a checkpoint is loaded file by file. None otherwise.
 READ: ContextVar[set[str] | None] = ContextVar("hyperattn_tensors_read", default=None)
-#: Arguments of loaders that select files on the Hub.
-WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 #: Key in torch's metadata of a state dict: the attention of ours that its model ran.
 NOTED = "hf_hyperattn"
 
