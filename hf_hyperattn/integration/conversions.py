@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig, MechanismConfig
-from ..fields import refuse, short
+from ..fields import refuse
+from ..text import short
 from .checkpoint_config import inner_models_of, patched_hosts, ranks_of, recorded_hosts
 from .modes import building_on
 from .offloaded import without_weights

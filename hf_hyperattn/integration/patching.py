@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import model_patches
 
 from ..config import HyperAttnConfig, MechanismConfig, Mode
-from ..fields import short
 from ..registry import get_mechanism
 from ..selection import Choice, select_heads, select_layers
+from ..text import short
 from .attach import (
     Selected,
     all_hosts,
