@@ -42,6 +42,7 @@ from .wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
+PACKAGE = __name__.split(".")[0]
 #: Key in adapter_config.json, and attribute of a PEFT config that was read from it: the base in
 #: training.
 SAVED_BASE = "hf_hyperattn"
@@ -247,6 +248,7 @@ def _read_adapter_config(original, cls, path_json_file, **kwargs):
         read_json(Path(path_json_file))
     data = original(cls, path_json_file, **kwargs)
     folder = Path(path_json_file).parent
+    name_public_module(data.get("auto_mapping"))
     if str(data.get("peft_type")).startswith(TYPE):
         data["peft_type"] = data["peft_type"].removeprefix(TYPE)
     elif "hyper" in (data.get("modules_to_save") or ()) and (folder / CONFIG_NAME).is_file():
@@ -254,6 +256,19 @@ def _read_adapter_config(original, cls, path_json_file, **kwargs):
         record = HyperAttnConfig.from_pretrained(folder).to_dict()
         data.setdefault(SAVED_BASE, {"attn_implementation": PATCHED, "hyperattn": record})
     return data
+
+
+def name_public_module(mapping: Any) -> None:
+    """Let `AutoPeftModel` find a base model class of ours, wherever its module is now.
+
+    PEFT records the module that defines the class. That module may have moved since the adapter was
+    saved, but the package itself has all our model classes.
+
+    Args:
+        mapping: The value of `auto_mapping` in adapter_config.json. It is changed in place.
+    """
+    if isinstance(mapping, dict) and str(mapping.get("parent_library")).startswith(f"{PACKAGE}."):
+        mapping["parent_library"] = PACKAGE
 
 
 @wrap("from_peft_type", PeftConfigMixin)
