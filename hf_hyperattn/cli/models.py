@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 import hf_hyperattn as ha
 
 from ..config import MechanismConfig
-from ..integration.checkpoint_config import patched_hosts
 from ..integration.checkpoint_files import errors_as, load_config
+from ..integration.hyper import patched_hosts
 from ..registry import MECHANISMS, named_configs
 
 OWN, PATCHED = "own attention", "patched"

@@ -32,9 +32,9 @@ from transformers import PreTrainedModel
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
 from .attach import cut_to_depth
-from .checkpoint_config import list_configs, make_record, patched_hosts, recorded_hosts, saved_name
+from .checkpoint_config import list_configs, make_record, recorded_hosts, saved_name
 from .conversions import CONVERSIONS, conversion_of
-from .hyper import Hyper
+from .hyper import Hyper, patched_hosts
 from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters
 from .patching import LISTENERS, PatchListener
 from .stock import OURS, PATCHED, RUNNING

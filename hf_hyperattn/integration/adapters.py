@@ -40,8 +40,8 @@ from .adapter_config import (
     normalize_record,
 )
 from .attach import beyond_depth, cut_to_depth
-from .checkpoint_config import WHERE, patched_hosts
-from .hyper import Hyper
+from .checkpoint_config import WHERE
+from .hyper import Hyper, patched_hosts
 from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters, refuse_two
 from .hyper_lora import HyperLoraConfig
 from .wrapping import wrap

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from ..readable import can_read
-from .checkpoint_config import active_hyper, patched_hosts
+from .hyper import active_hyper, patched_hosts
 from .patching import base_model
 
 

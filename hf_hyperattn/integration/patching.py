@@ -36,15 +36,14 @@ from .checkpoint_config import (
     erase_records,
     inner_models_of,
     list_configs,
-    patched_hosts,
     recorded_hosts,
     running_on,
-    unwrap_hyper,
 )
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
 from .first_call import stop_watching
 from .hidden import form_of_hidden, stop_noting
 from .hierarchical import ignore_hierarchy, resolve_names
+from .hyper import patched_hosts, unwrap_hyper
 from .modes import outside_inference_mode
 from .stock import OURS, PATCHED, check_beneath
 from .unsupported import check_parts, has_attention, unsupported

@@ -34,7 +34,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import HyperAttnConfig
 from .adapter_config import base_difference, describe_adapters, describe_base, normalize_record
-from .checkpoint_config import LOADING, RECORD, patched_hosts
+from .checkpoint_config import LOADING, RECORD
+from .hyper import patched_hosts
 from .record_check import FRESH, added_tensors, tensors_of_hosts
 from .stock import OURS
 from .wrapping import wrap

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import trainer_pt_utils
 
-from .checkpoint_config import patched_hosts, unwrap_hyper
-from .hyper import Hyper
+from .hyper import Hyper, patched_hosts, unwrap_hyper
 from .hyper_adapter import HyperAdapter
 from .wrapping import wrap
 
