@@ -336,7 +336,7 @@ def test_an_adapter_finds_its_base_class_wherever_its_module_is(cls, tmp_path):
     saved = json.loads(file.read_text())
     assert saved["auto_mapping"]["base_model_class"] == cls.__name__
     # Commit 5206cf7 wrote such a module.
-    saved["auto_mapping"]["parent_library"] = "hf_hyperattn.integration.hat.somewhere"
+    saved["auto_mapping"]["parent_library"] = f"{ha.__name__}.integration.hat.modeling"
     file.write_text(json.dumps(saved))
     # Newer PEFT imports only packages that the caller allows.
     has_list = "import_allowlist" in inspect.signature(AutoPeftModel.from_pretrained).parameters
