@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any):
         if action.choices is not None and value not in action.choices:
-            kind = (action.metavar or action.dest or "value").lower()
+            kind = str(action.metavar or action.dest or "value").lower()
             allowed = ", ".join(action.choices)
             hint = suggest_nearest(value, action.choices)
             self.error(f"no {kind} {value!r}; allowed: {allowed}{hint}")

@@ -22,8 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, 2 for bad input, or 130 after an interrupt."""
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets its escape code instead of an error.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         build_parser().print_help()
