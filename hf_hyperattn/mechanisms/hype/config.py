@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...config import MechanismConfig, option
-from ...fields import LARGEST, short
+from ...fields import LARGEST
+from ...text import short
 from .reference import FORMS, Form
 
 #: tau is this many times the slope over mu, so that sinh starts with the slope and cosh ends near slope · max_length.
