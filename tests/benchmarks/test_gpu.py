@@ -1,4 +1,4 @@
-"""The script for the first minutes on a GPU runs whole on a CPU, so that no minute of a GPU is lost to a typing error."""
+"""The script for the first minutes on a GPU runs whole on a CPU: a typing error must not cost a minute there."""
 
 import json
 
