@@ -258,7 +258,7 @@ def learned_numbers(part: Any, layer: Layer) -> list[Tensor]:
         if layer.call is None:
             return [torch.full((1,), torch.nan)] * len(part.learned)
         form = part.config.form or ("sinh" if layer.call.is_causal else "cosh")
-        numbers = part.start(form, layer.call, torch.float32)
+        numbers = part.compute_parameters(form, layer.call, torch.float32)
     else:
         numbers = part.read_numbers(torch.float32)
     return [torch.as_tensor(n, dtype=torch.float32).detach().reshape(-1) for n in numbers]
@@ -410,7 +410,9 @@ def describe_disk(part: Any, call: HostCall, queries: list[int]) -> dict[str, An
     key = repeat_heads(call.key.float(), heads)
     query = call.query.float()[:, :, queries]
     # Keys and queries share one plane, so that their angles can be compared.
-    points = torch.cat([hyperbolic.lift(x, c[:, None], scale)[0][0] for x in (key, query)], 1)
+    points = torch.cat(
+        [hyperbolic.lift_points(x, c[:, None], scale)[0][0] for x in (key, query)], 1
+    )
     flat, explained = project_principal(points, 2)
     radius = points.norm(dim=-1)
     angle = torch.atan2(flat[..., 1], flat[..., 0])

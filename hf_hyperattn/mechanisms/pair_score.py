@@ -22,7 +22,7 @@ from ..engines.graph_torch import evaluate_with_vjp, graph_of
 from ..engines.score import TERMS, euclidean_distances, working_dtype
 from ..engines.trace import Untraceable
 from ..geometry.scalars import at_least
-from .hype.positions import from_first
+from .hype.positions import subtract_first
 
 #: Prefixes of the arguments that are statistics of one vector.
 SIDES = ("query_", "key_")
@@ -232,7 +232,7 @@ class PairSpace(NamedTuple):
         reads_distance = "square" in d.sides[0]
         at_queries, at_keys = None, None
         if self.positions is not None:
-            at_queries, at_keys = from_first(*self.positions, dtype)
+            at_queries, at_keys = subtract_first(*self.positions, dtype)
         # Statistics are made here, once per token and not once per pair.
         row = [self.read_statistic(n, query, root, heads, at_queries, dtype) for n in d.sides[0]]
         column = [self.read_statistic(n, key, root, heads, at_keys, dtype) for n in d.sides[1]]

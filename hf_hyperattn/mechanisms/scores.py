@@ -38,7 +38,7 @@ from ..fields import LARGEST, refuse, short
 from ..registry import MECHANISMS, Mechanism, register
 from .base import Host, HostCall
 from .checks import check_call, check_number, check_parameter
-from .hype.positions import checked_positions, of_call
+from .hype.positions import check_positions, read_positions
 from .pair_score import SIDES, Definition, PairSpace, Start, make_term, read_vector_names
 from .score_layer import ScoreLayer
 
@@ -75,7 +75,7 @@ class PairLayer(ScoreLayer):
         super().__init__(config, host, mode, heads)
         self.host = host
         d = config.definition
-        # `of_call` counts the keys of a row, and refuses a cache that was pruned.
+        # `read_positions` counts the keys of a row, and refuses a cache that was pruned.
         self.counts_keys = d.reads_positions
         if host is not None:
             for name in d.parameters:
@@ -134,7 +134,7 @@ class PairLayer(ScoreLayer):
             start = getattr(config, name)
             moved = getattr(self, f"added_{name}")
             values[name] = start if moved is None else start + moved.to(dtype)
-        positions = of_call(call, self.host, d.name) if d.reads_positions else None
+        positions = read_positions(call, self.host, d.name) if d.reads_positions else None
         return PairSpace(definition=d, values=values, scale=call.scale, positions=positions)
 
 
@@ -657,8 +657,8 @@ def scored_attention(
     positions = None
     if d.reads_positions:
         positions = (
-            checked_positions("query_positions", query_positions, n, batch, query.device),
-            checked_positions("key_positions", key_positions, key.shape[2], batch, query.device),
+            check_positions("query_positions", query_positions, n, batch, query.device),
+            check_positions("key_positions", key_positions, key.shape[2], batch, query.device),
         )
     space = PairSpace(definition=d, values=values, scale=factor, positions=positions)
     # Gradients through the product and through statistics are summed before they are rounded.

@@ -1,4 +1,8 @@
-"""Positions of queries and keys: given by the caller, or read from a host's call. Only differences matter."""
+"""Read or check the positions of queries and keys.
+
+Here you learn where positions come from: an attention layer's call, or the caller of a function. Only
+their differences matter.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,27 @@ from ..base import Host, HostCall
 from ..pruned import refuse_pruned
 
 
-def of_call(
+def read_positions(
     call: HostCall, host: Host | None = None, mechanism: str = "hype"
 ) -> tuple[Tensor, Tensor]:
-    """Positions of a host's queries [B|1, 1, N] and keys [B|1, 1, M]; they count real tokens.
+    """Return the positions of a call's queries [B|1, 1, N] and keys [B|1, 1, M].
 
-    A key is a real token where some query sees it: padding is not, nor are the empty slots of a static cache, and
-    what a sliding window has left behind shifts all positions alike. Queries that are not all of the sequence stand
-    at their own keys, see `first_query`.
+    Positions count the real tokens. A key is a real token if some query sees it. Padding and empty
+    slots of a static cache are not. Tokens that a sliding window has dropped shift all positions
+    alike. Queries of a part of the sequence have the positions of their own keys, see
+    `first_query`.
 
     Args:
-        host: where the call is made; None where that is not known.
-        mechanism: its name, for the error.
+        call: Call of the attention layer.
+        host: The attention layer, or None if unknown.
+        mechanism: Name of the mechanism, for the error.
 
     Raises:
-        ValueError: the call does not tell where its queries stand, or its cache was pruned in the middle.
+        ValueError: The call does not tell where its queries stand, or its cache was pruned in the
+            middle.
     """
-    n, m = call.query.shape[2], call.key.shape[2]
+    n = call.query.shape[2]
+    m = call.key.shape[2]
     name = "this layer" if host is None else host.name
     if call.keywords.get("indices") is not None:
         raise ValueError(
@@ -34,19 +42,26 @@ def of_call(
             "layers without an indexer, choose them with layers=..."
         )
     refuse_pruned(call, mechanism)
-    call.first_query(mechanism, host)  # raises where the call does not tell
+    # Raises an error if the call does not tell which keys belong to the queries.
+    call.first_query(mechanism, host)
     places = call.read_mask(host is not None and host.grows).places
     keys = places.count[:, None, places.dropped :]
-    return (keys if n == m else keys.index_select(2, places.own_keys)), keys
+    queries = keys if n == m else keys.index_select(2, places.own_keys)
+    return queries, keys
 
 
-def checked_positions(
-    name: str, positions: Tensor | None, length: int, batch: int, device
-) -> Tensor:
-    """A caller's positions, checked, as [B|1, 1, length]; 0, 1, 2, ... where there are none.
+def check_positions(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:
+    """Check a caller's positions, and return them as [B|1, 1, length].
+
+    Args:
+        name: Name of the argument, for the error.
+        positions: Numbers [length] or [B, length]. None: 0, 1, 2, ...
+        length: Number of tokens.
+        batch: Batch size B.
+        device: Device of the result.
 
     Raises:
-        ValueError: they have another shape, are no numbers, not finite, or want a gradient.
+        ValueError: Positions have another shape, are no finite numbers, or require a gradient.
     """
     if positions is None:
         return torch.arange(length, device=device)[None, None]
@@ -77,8 +92,12 @@ def checked_positions(
     return positions.reshape(-1, 1, length)
 
 
-def from_first(queries: Tensor, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Positions less the smallest one of each row, in the dtype to compute in: large integers keep all digits."""
+def subtract_first(queries: Tensor, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return positions minus the smallest one of each row, in the dtype of the computation.
+
+    Large integers keep all their digits.
+    """
+    # The minimum of no positions is an error.
     if not keys.shape[-1] or not queries.shape[-1]:
         return queries.to(dtype), keys.to(dtype)
     if queries.dtype != keys.dtype:

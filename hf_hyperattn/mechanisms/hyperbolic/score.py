@@ -30,20 +30,27 @@ from ...geometry.scalars import at_least
 from ..base import Host, Plan
 from ..score_layer import ScoreLayer
 from .config import HyperbolicConfig
-from .midpoint import einstein
+from .midpoint import make_aggregation
 from .reference import definition, direction_and_norm, half_radius, shortest
 
 
 @dataclass(frozen=True, eq=False)
 class HyperbolicSpace:
-    """The distance, what vectors are scaled with (None: 1/sqrt(d)), and c and τ: numbers, or tensors [H] or [1]."""
+    """Distance and parameters of a hyperbolic score.
+
+    Args:
+        distance: "geodesic" or "squared_lorentz".
+        scale: Factor of vectors before they are lifted. None: 1/sqrt(d).
+        curvature: c, a number, or a tensor [H] or [1].
+        temperature: τ, a number, or a tensor [H] or [1].
+    """
 
     distance: str
     scale: float | None
     curvature: Tensor | float
     temperature: Tensor | float
 
-    def scale_of(self, x: Tensor) -> float:
+    def get_scale(self, x: Tensor) -> float:
         """Return the factor of vectors: `scale`, or 1/sqrt(d) if it is None."""
         return float(x.shape[-1]) ** -0.5 if self.scale is None else self.scale
 
@@ -72,8 +79,9 @@ class HyperbolicSpace:
                 reads the product of the directions.
             gate, capped: As in `ScoreTerm`.
         """
-        vectors, on_product = HyperbolicVectors(query, key, self, scale), scale is not None
-        parameters = self.curvature, self.scale_of(query)
+        vectors = HyperbolicVectors(query, key, self, scale)
+        on_product = scale is not None
+        parameters = self.curvature, self.get_scale(query)
         linear = vectors.linear_features if self.distance == "squared_lorentz" else None
         term = ScoreTerm(
             TERMS[self.distance + "_on_product" * on_product],
@@ -89,18 +97,25 @@ class HyperbolicSpace:
         )
         if scale is not None:
             return PairScore(query, key, (term,), scale)
-        return PairScore(query, key, (term,), self.scale_of(query), None, vectors.directions)
+        return PairScore(query, key, (term,), self.get_scale(query), None, vectors.directions)
 
 
-def read(row, column, head):
-    """See `Reader`. Parameters: the curvature, and what vectors are scaled with."""
-    (_, square), (curvature, scale) = column, head
+def read_statistics(row, column, head):
+    """Return the factor of a vector, with sinh a and cosh a, see `Reader`.
+
+    Args:
+        row: Unused.
+        column: The last number, and the sum of squares.
+        head: The curvature and the scale.
+    """
+    _, square = column
+    curvature, scale = head
     norm = at_least(scale * square.sqrt(), shortest(torch.float32))
     sine = torch.sinh(half_radius(norm, curvature))
     return scale / norm, (sine, (1 + sine * sine).sqrt())
 
 
-READERS["hyperbolic"] = Reader("hyperbolic", read, 2)
+READERS["hyperbolic"] = Reader("hyperbolic", read_statistics, 2)
 
 
 def beta(distance: str, c: Any, tau: Any) -> Any:
@@ -110,7 +125,19 @@ def beta(distance: str, c: Any, tau: Any) -> Any:
 
 @dataclass(eq=False)
 class HyperbolicVectors:
-    """Queries and keys in the ball. Norms do not depend on c, so that heads of different curvature can share a key."""
+    """Queries and keys as points of the ball.
+
+    Norms do not depend on c, so heads of different curvature can share a key.
+
+    Args:
+        query: Queries [B, H, N, d].
+        key: Keys [B, Hkv, M, d].
+        space: Distance and parameters of the score.
+        product_scale: `scale` of `HyperbolicSpace.score`.
+
+    Attributes:
+        lengths: Norms of queries [B, H, N] and of keys [B, Hkv, M], once computed.
+    """
 
     query: Tensor
     key: Tensor
@@ -121,7 +148,7 @@ class HyperbolicVectors:
     def norms(self) -> tuple[Tensor, Tensor]:
         """Return norms of scale · x, [B, H, N] and [B, Hkv, M], in the working dtype."""
         if self.lengths is None:
-            dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
+            dtype, scale = working_dtype(self.query, self.key), self.space.get_scale(self.query)
             query, key = (
                 at_least(scale * norms(x, dtype), shortest(dtype)) for x in (self.query, self.key)
             )
@@ -134,7 +161,7 @@ class HyperbolicVectors:
         Rows and columns have sinh a and cosh a. If the score reads the layer's product, the inverse
         norms follow. Heads have β.
         """
-        lengths, heads, scale = self.norms(), self.query.shape[1], self.space.scale_of(self.query)
+        lengths, heads, scale = self.norms(), self.query.shape[1], self.space.get_scale(self.query)
         c, tau = self.space.numbers(lengths[0].dtype, self.query.device)
         sides = []
         for norm in lengths:
@@ -153,7 +180,7 @@ class HyperbolicVectors:
 
     def directions(self) -> tuple[Tensor, Tensor]:
         """Return the features: unit vectors, [B, H, N, d] and [B, Hkv, M, d]."""
-        dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
+        dtype, scale = working_dtype(self.query, self.key), self.space.get_scale(self.query)
         query, key = (direction_and_norm(x.to(dtype), scale)[0] for x in (self.query, self.key))
         return query, key
 
@@ -167,7 +194,7 @@ class HyperbolicVectors:
 
     def definition(self) -> Tensor:
         """Return the dense logits [B, H, N, M] from the definition."""
-        space, scale = self.space, self.space.scale_of(self.query)
+        space, scale = self.space, self.space.get_scale(self.query)
         c, tau = space.numbers(torch.float64, self.query.device)
         return definition(self.query, self.key, c, tau, scale=scale, distance=space.distance)
 
@@ -175,24 +202,26 @@ class HyperbolicVectors:
 def squared_lorentz_features(
     query: Tensor, key: Tensor, space: HyperbolicSpace
 ) -> tuple[Tensor, Tensor]:
-    """Vectors whose plain dot product is the squared Lorentz score, for what needs a score linear in the keys:
+    """Return vectors whose plain dot product is the squared Lorentz score.
 
-        S = -β (u_q + u_k + 2 u_q u_k - 2 p_q p_k cos θ)        u = sinh² a,  p = sinh a cosh a,  β = 4/(cτ)
+    They are for callers that need a score linear in the keys:
+
+        S = -β (u_q + u_k + 2 u_q u_k - 2 p_q p_k cos θ)    u = sinh² a, p = sinh a cosh a, β = 4/(cτ)
 
     Args:
-        query: [B, H, N, d], unscaled.
-        key: [B, Hkv, M, d]; its heads are repeated where the curvature differs by query head.
-        space: parameters, checked; its `distance` is taken to be "squared_lorentz".
+        query: Queries [B, H, N, d], unscaled.
+        key: Keys [B, Hkv, M, d]. Heads are repeated if the curvature differs between query heads.
+        space: Checked parameters. Its `distance` is not read.
 
     Returns:
-        [B, H, N, d + 2] and [B, Hkv or H, M, d + 2] in the working dtype. Their product loses distances that are
-        small against both points' radii, as every product form does.
+        [B, H, N, d + 2] and [B, Hkv or H, M, d + 2] in the working dtype. As in every product form,
+        distances that are small against the radii of both points lose their digits.
     """
     dtype, heads = working_dtype(query, key), query.shape[1]
     c, tau = space.numbers(dtype, query.device)
     sides = []
     for x in (query, key):
-        direction, norm = direction_and_norm(x.to(dtype), space.scale_of(query))
+        direction, norm = direction_and_norm(x.to(dtype), space.get_scale(query))
         a = half_radius(repeat_heads(norm, heads) if len(c) > 1 else norm, c[:, None])
         sides.append((direction, torch.sinh(a), torch.cosh(a)))
     (q, sinh_q, cosh_q), (k, sinh_k, cosh_k) = sides
@@ -204,9 +233,12 @@ def squared_lorentz_features(
 
 
 class HyperbolicLayer(ScoreLayer):
-    """Hyperbolic-distance attention inside a host: curvature and temperature of each query head are learned, see
-    `ScoreLayer`. With aggregation="einstein" the output is the midpoint, in blend (1 - g')·mean + g'·midpoint with
-    g' = 0 at first, the parameter `midpoint_gate`. Vectors are scaled with 1/sqrt(d), whatever the host's scaling is.
+    """Hyperbolic-distance attention in an attention layer.
+
+    Each query head learns curvature and temperature, see `ScoreLayer`. With
+    aggregation="einstein", the output is the midpoint. In blend it is (1 - g')·mean + g'·midpoint,
+    where g' is the parameter `midpoint_gate`, which starts at 0. Vectors are scaled with 1/sqrt(d),
+    whatever the scale of the attention layer is.
     """
 
     learned = ("curvature", "temperature")
@@ -221,7 +253,7 @@ class HyperbolicLayer(ScoreLayer):
 
     @property
     def gates(self) -> tuple[str, ...]:  # type: ignore[override]  # nobody sets it
-        """The midpoint has a gate of its own."""
+        """Names of the gates. The midpoint has one of its own."""
         return ("gate", "midpoint_gate") if self.config.aggregation == "einstein" else ("gate",)
 
     def forward(self, plan: Plan) -> Plan:
@@ -232,5 +264,6 @@ class HyperbolicLayer(ScoreLayer):
         changed, query = super().forward(plan), plan.call.query
         dtype = working_dtype(query, plan.call.key)
         gate = self.gate_heads(self.midpoint_gate, plan.call, dtype)
-        aggregation = einstein(self.read_numbers(dtype)[0], float(query.shape[-1]) ** -0.5, gate)
+        curvature, _ = self.read_numbers(dtype)
+        aggregation = make_aggregation(curvature, float(query.shape[-1]) ** -0.5, gate)
         return replace(changed, options=replace(changed.options, aggregation=aggregation))
