@@ -22,7 +22,7 @@ from ..engines.graph_torch import evaluate_with_vjp, graph_of
 from ..engines.score import TERMS, euclidean_distances, working_dtype
 from ..engines.trace import Untraceable
 from ..geometry.scalars import at_least
-from .hype.positions import subtract_first
+from .positions import subtract_first
 
 #: Prefixes of the arguments that are statistics of one vector.
 SIDES = ("query_", "key_")

@@ -38,8 +38,8 @@ from ..fields import LARGEST, refuse, short
 from ..registry import MECHANISMS, Mechanism, register
 from .base import Host, HostCall
 from .checks import check_call, check_number, check_parameter
-from .hype.positions import check_positions, read_positions
 from .pair_score import SIDES, Definition, PairSpace, Start, make_term, read_vector_names
+from .positions import check_call_positions, read_positions
 from .score_layer import ScoreLayer
 
 logger = logging.getLogger("hf_hyperattn")
@@ -642,8 +642,7 @@ def scored_attention(
     if callable(score):
         score = getattr(score, SCORE_NAME, getattr(score, "__name__", ""))
     d = find_config(score).definition
-    batch, _, n, width = query.shape
-    factor: float = float(width) ** -0.5 if scale is None else scale
+    factor: float = float(query.shape[-1]) ** -0.5 if scale is None else scale
     # Vectors are multiplied by the root of the scale.
     if not factor > 0:
         refuse("scale", factor, "numbers above 0, or None")
@@ -656,10 +655,7 @@ def scored_attention(
     values = check_values(d, parameters, query)
     positions = None
     if d.reads_positions:
-        positions = (
-            check_positions("query_positions", query_positions, n, batch, query.device),
-            check_positions("key_positions", key_positions, key.shape[2], batch, query.device),
-        )
+        positions = check_call_positions(query, key, query_positions, key_positions)
     space = PairSpace(definition=d, values=values, scale=factor, positions=positions)
     # Gradients through the product and through statistics are summed before they are rounded.
     pair = space.score(upcast_for_grad(query), upcast_for_grad(key))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...engines import Options, attention, dot_score
 from ...readable import can_read
 from ..checks import check_call, check_choice, check_parameter
-from .positions import check_positions, subtract_first
+from ..positions import check_call_positions, check_positions, subtract_first
 from .reference import FORMS, Form, definition
 from .score import with_hype
 
@@ -69,18 +69,14 @@ def hype_attention(
     """
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     check_choice("form", form, FORMS)
-    batch, heads, n, _ = query.shape
-    m = key.shape[2]
+    heads = query.shape[1]
     score = dot_score(query, key, scale)
     mu = check_parameter("mu", mu, heads, query).to(score.dtype)
     tau = check_parameter("tau", tau, heads, query, least=0.0).to(score.dtype)
-    positions = (
-        check_positions("query_positions", query_positions, n, batch, query.device),
-        check_positions("key_positions", key_positions, m, batch, query.device),
-    )
+    positions = check_call_positions(query, key, query_positions, key_positions)
     # Default positions need not be read to know their largest distance.
     has_positions = query_positions is not None or key_positions is not None
-    reach = measure_reach(*positions) if has_positions else max(n, m)
+    reach = measure_reach(*positions) if has_positions else max(query.shape[2], key.shape[2])
     score = with_hype(score, positions, mu, tau, form, reach)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attention(score, value, options, backend=backend)

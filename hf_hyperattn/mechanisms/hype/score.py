@@ -15,10 +15,10 @@ from torch import Tensor
 from ...engines.score import PairScore, ScoreTerm
 from ...readable import can_read
 from ..base import Host, HostCall, Plan
+from ..positions import read_positions, subtract_first
 from ..score_layer import ScoreLayer
 from .columns import are_sums_exact, make_factors
 from .config import HypeConfig
-from .positions import read_positions, subtract_first
 from .reference import definition
 from .terms import COSH, SINH
 
@@ -96,7 +96,7 @@ class HypeLayer(ScoreLayer):
         mu, tau = self.compute_parameters(form, call, dtype)
         score = with_hype(
             plan.score,
-            read_positions(call, self.host),
+            read_positions(call, self.host, "hype"),
             mu=mu,
             tau=tau,
             form=form,

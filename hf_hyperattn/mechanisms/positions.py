@@ -9,14 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...readable import can_read
-from ..base import Host, HostCall
-from ..pruned import refuse_pruned
+from ..readable import can_read
+from .base import Host, HostCall
+from .pruned import refuse_pruned
 
 
-def read_positions(
-    call: HostCall, host: Host | None = None, mechanism: str = "hype"
-) -> tuple[Tensor, Tensor]:
+def read_positions(call: HostCall, host: Host | None, mechanism: str) -> tuple[Tensor, Tensor]:
     """Return the positions of a call's queries [B|1, 1, N] and keys [B|1, 1, M].
 
     Positions count the real tokens. A key is a real token if some query sees it. Padding and empty
@@ -50,8 +48,24 @@ def read_positions(
     return queries, keys
 
 
+def check_call_positions(
+    query: Tensor, key: Tensor, query_positions: Tensor | None, key_positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Check the positions of a function's call, and return them as [B|1, 1, N] and [B|1, 1, M].
+
+    Args:
+        query: Queries [B, H, N, d].
+        key: Keys [B, Hkv, M, d].
+        query_positions, key_positions: As in `check_positions`.
+    """
+    batch, _, n, _ = query.shape
+    queries = check_positions("query_positions", query_positions, n, batch, query.device)
+    keys = check_positions("key_positions", key_positions, key.shape[2], batch, query.device)
+    return queries, keys
+
+
 def check_positions(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:
-    """Check a caller's positions, and return them as [B|1, 1, length].
+    """Return a caller's positions, checked, as [B|1, 1, length].
 
     Args:
         name: Name of the argument, for the error.
