@@ -383,7 +383,8 @@ def half_width_of(variant: str, apex: Tensor, height: Tensor, radius: Tensor) ->
     """
     if variant == "umbral":
         return (apex - height) * torch.sinh(radius)
-    return cone.half_width(height, radius) - cone.half_width(apex, radius)
+    lower, upper = (cone.half_width(h**2, radius**2) for h in (height, apex))
+    return lower - upper
 
 
 def project_principal(points: Tensor, axes: int) -> tuple[Tensor, Tensor]:

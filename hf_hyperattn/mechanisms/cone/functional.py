@@ -90,7 +90,7 @@ def cone_scores(
     """
     check_call(query, key, key, squared=squared, clamp_heights=clamp_heights)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
-    return space.score(query, key).terms[0].definition()
+    return space.compute_logits(query, key)
 
 
 def cone_space(query: Tensor, variant, mapping, gamma, radius, squared, clamp_heights) -> ConeSpace:

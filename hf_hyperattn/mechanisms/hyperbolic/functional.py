@@ -74,7 +74,7 @@ def hyperbolic_attention(
     score = space.score(upcast_for_grad(query), upcast_for_grad(key))
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     if aggregation == "einstein":
-        midpoint = make_aggregation(space.curvature, space.get_scale(query))
+        midpoint = make_aggregation(space.curvature, space.get_scale(query.shape[-1]))
         options = replace(options, aggregation=midpoint)
     out, _ = attention(score, value, options, backend=backend)
     return out.to(query.dtype)
@@ -95,7 +95,7 @@ def hyperbolic_scores(
     """
     check_call(query, key, key)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
-    return space.score(query, key).terms[0].definition()
+    return space.compute_logits(query, key)
 
 
 def hyperbolic_space(query: Tensor, scale, curvature, temperature, distance) -> HyperbolicSpace:

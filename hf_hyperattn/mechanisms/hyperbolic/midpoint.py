@@ -24,7 +24,7 @@ from ...engines.options import Aggregation
 from ...engines.score import READERS, Reader, repeat_heads, working_dtype
 from ...geometry.scalars import at_least
 from ...readable import is_transformed
-from .reference import direction_and_norm, half_radius, shortest
+from .reference import direction_and_norm, half_radii, half_radius, shortest
 
 #: Columns that follow the d columns of the value itself.
 EXTRA = 3
@@ -49,10 +49,9 @@ def midpoint_columns(value: Tensor, curvature: Tensor, scale: float) -> Tensor:
     if not torch.compiler.is_compiling() and not learns and not is_transformed():
         return _make_columns_at_once(value, curvature.to(dtype), scale)
     direction, norm = direction_and_norm(value.to(dtype), scale)
-    if curvature.shape[0] > 1:
-        direction, norm = (repeat_heads(x, curvature.shape[0]) for x in (direction, norm))
-    r = 2 * half_radius(norm, curvature.to(dtype)[:, None])[..., None]
+    r = 2 * half_radii(norm, curvature.to(dtype))[..., None]
     sinh = torch.sinh(r)
+    direction = repeat_heads(direction, r.shape[1])
     return torch.cat([sinh * direction, sinh, torch.exp(-r), torch.ones_like(r)], dim=-1)
 
 
@@ -62,9 +61,8 @@ def _make_columns_at_once(value: Tensor, curvature: Tensor, scale: float) -> Ten
     It reads and writes the values only once, because each generated token needs it.
     """
     norm = at_least(scale * norms(value, curvature.dtype), shortest(curvature.dtype))
-    if curvature.shape[0] > 1:
-        value, norm = (repeat_heads(x, curvature.shape[0]) for x in (value, norm))
-    r = 2 * half_radius(norm, curvature[:, None])
+    r = 2 * half_radii(norm, curvature)
+    value, norm = (repeat_heads(x, r.shape[1]) for x in (value, norm))
     sinh = torch.sinh(r)
     width = value.shape[-1]
     columns = value.new_empty(*value.shape[:3], width + EXTRA, dtype=curvature.dtype)

@@ -101,6 +101,18 @@ def shortest(dtype: torch.dtype) -> float:
     return 1e-100 if dtype == torch.float64 else 1e-15
 
 
+def half_radii(norms: Tensor, curvature: Tensor) -> Tensor:
+    """Return half radii [B, H or Hkv, L], with repeated heads if the curvature differs by head.
+
+    Args:
+        norms: Norms [B, H or Hkv, L].
+        curvature: c, [H] or [1].
+    """
+    if len(curvature) > 1:
+        norms = repeat_heads(norms, len(curvature))
+    return half_radius(norms, curvature[:, None])
+
+
 def half_radius(norm: Tensor, curvature: Tensor) -> Tensor:
     """Return a = √c |u|, at most artanh(1 - 1e-5); curvature broadcasts against `norm`."""
     return at_most(curvature.sqrt() * norm, FARTHEST)
