@@ -8,14 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ..engines import Options, attention
 from ..engines.score import dot_score, upcast_for_grad
 from ..readable import can_read
 from .base import Host, HostCall, MechanismLayer, Plan
+
+
+def attend_in_space(
+    space: Any, query: Tensor, key: Tensor, value: Tensor, options: Options, backend: str
+) -> Tensor:
+    """Compute attention with the score of a space, for a function's call.
+
+    Args:
+        space: Object with a method `score`, see `ScoreLayer`.
+        query: Queries [B, H, N, d].
+        key: Keys [B, Hkv, M, d].
+        value: Values [B, Hkv, M, dv].
+        options: Masks and the rest.
+        backend: "auto", or the name of an engine.
+
+    Returns:
+        Outputs [B, H, N, dv] in the query's dtype.
+    """
+    # Gradients of half-precision inputs are summed in float32, and rounded once.
+    score = space.score(upcast_for_grad(query), upcast_for_grad(key))
+    out, _ = attention(score, value, options, backend=backend)
+    return out.to(query.dtype)
 
 
 class ScoreLayer(MechanismLayer):

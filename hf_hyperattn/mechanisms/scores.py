@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..config import MechanismConfig, option
-from ..engines import Options, attention, register_term
-from ..engines.score import TERMS, upcast_for_grad
+from ..engines import Options, register_term
+from ..engines.score import TERMS
 from ..engines.trace import GRAD, Traced, compute_gradients, sort_ancestors, trace_term
 from ..fields import LARGEST, refuse, short
 from ..registry import MECHANISMS, Mechanism, register
@@ -40,7 +40,7 @@ from .base import Host, HostCall
 from .checks import check_call, check_number, check_parameter
 from .pair_score import SIDES, Definition, PairSpace, Start, make_term, read_vector_names
 from .positions import check_call_positions, read_positions
-from .score_layer import ScoreLayer
+from .score_layer import ScoreLayer, attend_in_space
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -657,11 +657,8 @@ def scored_attention(
     if d.reads_positions:
         positions = check_call_positions(query, key, query_positions, key_positions)
     space = PairSpace(definition=d, values=values, scale=factor, positions=positions)
-    # Gradients through the product and through statistics are summed before they are rounded.
-    pair = space.score(upcast_for_grad(query), upcast_for_grad(key))
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-    out, _ = attention(pair, value, options, backend=backend)
-    return out.to(query.dtype)
+    return attend_in_space(space, query, key, value, options, backend)
 
 
 def check_keywords(d: Definition, given: Sequence[str]) -> None:

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ...engines import Options, attention
-from ...engines.score import upcast_for_grad
+from ...engines import Options
 from ...fields import SMALLEST
 from ..checks import check_call, check_choice, check_number, check_number_of_heads
+from ..score_layer import attend_in_space
 from .config import AGGREGATIONS, DISTANCES, Aggregation, Distance
 from .midpoint import make_aggregation
 from .score import HyperbolicSpace
@@ -70,14 +70,11 @@ def hyperbolic_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
-    # Gradients of half-precision inputs are summed in float32, and rounded once.
-    score = space.score(upcast_for_grad(query), upcast_for_grad(key))
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     if aggregation == "einstein":
         midpoint = make_aggregation(space.curvature, space.get_scale(query.shape[-1]))
         options = replace(options, aggregation=midpoint)
-    out, _ = attention(score, value, options, backend=backend)
-    return out.to(query.dtype)
+    return attend_in_space(space, query, key, value, options, backend)
 
 
 def hyperbolic_scores(
