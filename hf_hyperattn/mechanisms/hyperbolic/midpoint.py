@@ -19,12 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engines.cpu import norms
 from ...engines.options import Aggregation
 from ...engines.score import READERS, Reader, repeat_heads, working_dtype
 from ...geometry.scalars import at_least
 from ...readable import is_transformed
-from .reference import direction_and_norm, half_radii, half_radius, shortest
+from .reference import direction_and_norm, half_radii, measure_norms, read_norm, shortest
 
 #: Columns that follow the d columns of the value itself.
 EXTRA = 3
@@ -60,7 +59,7 @@ def _make_columns_at_once(value: Tensor, curvature: Tensor, scale: float) -> Ten
 
     It reads and writes the values only once, because each generated token needs it.
     """
-    norm = at_least(scale * norms(value, curvature.dtype), shortest(curvature.dtype))
+    norm = measure_norms(value, curvature.dtype, scale)
     r = 2 * half_radii(norm, curvature)
     value, norm = (repeat_heads(x, r.shape[1]) for x in (value, norm))
     sinh = torch.sinh(r)
@@ -90,15 +89,26 @@ def midpoint(sums: Tensor, curvature: Tensor, scale: float, sinks: bool = False)
         decay = decay + at_least(1 - total, 0.0)
     size = x.detach().abs().amax(-1, keepdim=True).clamp_min(shortest(x.dtype))
     length = size * at_least(torch.linalg.vector_norm(x / size, dim=-1, keepdim=True), 1.0)
-    rounding = SLACK * torch.finfo(x.dtype).eps * sinh
+    slope = compute_slope(length, sinh, decay, total, torch.finfo(x.dtype).eps)
+    c = curvature.to(x.dtype)[:, None, None]
+    return x * slope / (c.sqrt() * scale)
+
+
+def compute_slope(length, sinh, decay, total, eps: float):
+    """Return artanh(|X| / T) / (2 |X|), the half radius of a midpoint over |X|.
+
+    Args:
+        length: |X|, above 0.
+        sinh, decay: Averages of sinh(2a) and exp(-2a), with all weight that lies at the origin.
+        total: Sum of the weights.
+        eps: Rounding step of the dtype.
+    """
+    rounding = SLACK * eps * sinh
     # T - |X|
     rest = decay + at_least(sinh - length - rounding, 0.0)
     # Without a key all sums are 0, and 0 / 0 would be NaN.
-    rest = torch.where(total > 0, rest, torch.ones_like(rest))
-    # Half of artanh(|X| / T).
-    half = torch.log1p(2 * length / rest) / 4
-    c = curvature.to(x.dtype)[:, None, None]
-    return x * (half / length) / (c.sqrt() * scale)
+    rest = torch.where(total > 0, rest, 1.0)
+    return torch.log1p(2 * length / rest) / 4 / length
 
 
 def make_aggregation(
@@ -135,13 +145,11 @@ def read_lift(row, column, head):
 
     Args:
         row: Unused.
-        column: The last number, and the sum of squares.
-        head: The curvature and the scale.
+        column, head: As in `read_norm`.
     """
-    _, square = column
-    curvature, scale = head
-    norm = at_least(scale * square.sqrt(), shortest(torch.float32))
-    r = 2 * half_radius(norm, curvature)
+    _, scale = head
+    norm, a = read_norm(column, head)
+    r = 2 * a
     sinh = torch.sinh(r)
     return scale * sinh / norm, (sinh, torch.exp(-r))
 
@@ -158,10 +166,10 @@ def read_land(row, column, head):
     square, sinh, decay, total = column
     curvature, scale = head
     length = at_least(square.sqrt(), shortest(torch.float32))
-    rounding = SLACK * torch.finfo(torch.float32).eps * sinh
-    rest = decay + at_least(1 - total, 0.0) + at_least(sinh - length - rounding, 0.0)
-    half = torch.log1p(2 * length / torch.where(total > 0, rest, 1.0)) / 4
-    return half / length / (curvature.sqrt() * scale), ()
+    # The rest of the weight lies at the origin.
+    decay = decay + at_least(1 - total, 0.0)
+    slope = compute_slope(length, sinh, decay, total, torch.finfo(torch.float32).eps)
+    return slope / (curvature.sqrt() * scale), ()
 
 
 READERS["midpoint lift"] = Reader("midpoint lift", read_lift, 2)

@@ -5,13 +5,12 @@ Here you learn how hidden states that are points of the Poincaré ball attend to
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
+from ...fields import SMALLEST
 from ...geometry import poincare
-from ..checks import check_dropout
+from ..checks import check_dropout, check_number
 from .functional import hyperbolic_attention
 
 
@@ -65,8 +64,10 @@ class HyperbolicAttention(nn.Module):
         self.heads = heads
         self.dropout = dropout
         self.backend = backend
-        self.curvature = _check_positive("curvature", curvature)
-        self.temperature = _check_positive("temperature", temperature)
+        check_number("curvature", curvature, least=SMALLEST)
+        check_number("temperature", temperature, least=SMALLEST)
+        self.curvature = float(curvature)
+        self.temperature = float(temperature)
         self.query = nn.Linear(dim, dim, bias=bias)
         self.key = nn.Linear(dim, dim, bias=bias)
         self.value = nn.Linear(dim, dim, bias=bias)
@@ -162,9 +163,3 @@ def _check_heads(dim: int, heads: int) -> None:
         raise ValueError(
             f"heads={heads!r} is not allowed with dim={dim}; allowed: divisors of dim that leave 2 or more a head"
         )
-
-
-def _check_positive(name: str, value: float) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: finite numbers above 0")
-    return float(value)

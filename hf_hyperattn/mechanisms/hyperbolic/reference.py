@@ -31,6 +31,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...engines.cpu import norms
 from ...engines.score import euclidean_distances, repeat_heads, working_dtype
 from ...geometry.scalars import at_least, at_most
 
@@ -99,6 +100,24 @@ def direction_and_norm(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def shortest(dtype: torch.dtype) -> float:
     """Return the norm below which a vector's length no longer matters. Its square is above 0."""
     return 1e-100 if dtype == torch.float64 else 1e-15
+
+
+def measure_norms(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return norms [...] of u = scale · x in one pass over the vectors, at least `shortest`."""
+    return at_least(scale * norms(x, dtype), shortest(dtype))
+
+
+def read_norm(column, head):
+    """Return the norm of a vector's u, at least `shortest`, and its half radius.
+
+    Args:
+        column: The last number, and the sum of squares, see `Reader`.
+        head: The curvature and the scale.
+    """
+    _, square = column
+    curvature, scale = head
+    norm = at_least(scale * square.sqrt(), shortest(torch.float32))
+    return norm, half_radius(norm, curvature)
 
 
 def half_radii(norms: Tensor, curvature: Tensor) -> Tensor:

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engines.cpu import norms
 from ...engines.score import READERS, Numbers, Reader, VectorReader, repeat_heads, working_dtype
-from ...geometry.scalars import at_least
 from ..base import Host, Plan
 from ..point_score import PointSpace, PointVectors
 from ..score_layer import ScoreLayer
@@ -25,8 +23,8 @@ from .reference import (
     definition,
     direction_and_norm,
     half_radii,
-    half_radius,
-    shortest,
+    measure_norms,
+    read_norm,
 )
 
 
@@ -40,7 +38,7 @@ class HyperbolicVectors(PointVectors):
         """Return norms of scale · x, [B, H, N] and [B, Hkv, M], in the working dtype."""
         dtype = working_dtype(self.query, self.key)
         scale = self.space.get_scale(self.query.shape[-1])
-        return [at_least(scale * norms(x, dtype), shortest(dtype)) for x in (self.query, self.key)]
+        return [measure_norms(x, dtype, scale) for x in (self.query, self.key)]
 
     def compute_statistics(self) -> Numbers:
         """Return the numbers that the term reads.
@@ -126,13 +124,11 @@ def read_statistics(row, column, head):
 
     Args:
         row: Unused.
-        column: The last number, and the sum of squares.
-        head: The curvature and the scale.
+        column, head: As in `read_norm`.
     """
-    _, square = column
-    curvature, scale = head
-    norm = at_least(scale * square.sqrt(), shortest(torch.float32))
-    sine = torch.sinh(half_radius(norm, curvature))
+    _, scale = head
+    norm, a = read_norm(column, head)
+    sine = torch.sinh(a)
     return scale / norm, (sine, (1 + sine * sine).sqrt())
 
 
