@@ -168,18 +168,17 @@ class ScoreConfig(MechanismConfig):
             self._refuse("score", repr(d.name))
         for name in d.parameters:
             value = getattr(self, name)
-            if isinstance(value, list | tuple):
+            if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-                for number in value:
-                    check_number(f"ScoreConfig.{name}", number)
-                # One parameter holds all heads, and it is either a logarithm or a sum. A head that
-                # starts at 0 could not move by a factor.
-                some_zero = 0 in value and any(value)
-                if not value or (name in d.learned and some_zero):
-                    self._refuse(
-                        name, "a number, or one for every query head, not 0 for some of them alone"
-                    )
         super().__post_init__()
+        for name in d.learned:
+            value = getattr(self, name)
+            # One parameter holds all heads, and it is either a logarithm or a sum. A head that starts
+            # at 0 could not move by a factor.
+            if isinstance(value, tuple) and 0 in value and any(value):
+                self._refuse(
+                    name, "a number, or one for every query head, not 0 for some of them alone"
+                )
 
     def __reduce__(self):
         # Pickle cannot import the generated subclass, so the record makes it again.
@@ -329,7 +328,7 @@ def make_config(d: Definition) -> type[ScoreConfig]:
     for name, value in d.parameters.items():
         kind = "constant" if name in d.constants else "where the parameter starts"
         about = f"{kind}: a number, or one for every head"
-        fields.append((name, Any, option(value, about, types=(float, tuple))))
+        fields.append((name, Any, option(value, about, types=(float, tuple), per_head=True)))
     # Vectors have a dimension that the config does not know, so all of it starts at one number.
     for name, value in d.vectors.items():
         fields.append((name, float, option(value, "where all numbers of the vector start")))

@@ -41,7 +41,7 @@ class HypeConfig(MechanismConfig):
         symbol="μ",
         types=(float, tuple),
         above=0,
-        optional=True,
+        per_head=True,
     )
     tau: float | tuple[float, ...] | None = option(
         None,
@@ -50,59 +50,38 @@ class HypeConfig(MechanismConfig):
         symbol="τ",
         types=(float, tuple),
         least=0,
-        optional=True,
+        per_head=True,
     )
     slopes: Literal["alibi"] | tuple[float, ...] = option(
         "alibi",
         "logits a token, which give τ where it is None: alibi for 2^(-8h/H), or one number for each head",
         symbol="m",
         types=(str, tuple),
+        least=0,
+        per_head=True,
     )
     max_length: int | None = option(
         None,
         "the length that μ = 1/max_length is made for; None: the model's max_position_embeddings",
         types=(int,),
         above=0,
-        optional=True,
     )
     form: Form | None = option(
         None,
         "sinh or cosh; None: sinh where attention is causal, else cosh",
         choices=FORMS,
-        optional=True,
     )
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_numbers("mu", above=True)
-        self._check_numbers("tau")
         if isinstance(self.slopes, str) and self.slopes != "alibi":
             self._refuse("slopes", "'alibi', or one number from 0 for each query head")
-        self._check_numbers("slopes")
         if self.mu is not None and self.max_length is not None:
             self._refuse(
                 "max_length", "None where mu is given, since it only says that mu = 1/max_length"
             )
         if self.tau is not None and self.slopes != "alibi":
             self._refuse("slopes", "'alibi' where tau is given, since slopes only say what tau is")
-
-    def _check_numbers(self, name: str, above: bool = False) -> None:
-        """Check the entries of a tuple by the rule of a single number.
-
-        Args:
-            name: Name of the field.
-            above: Whether 0 is not allowed.
-        """
-        values = getattr(self, name)
-        if not isinstance(values, tuple):
-            return
-        for x in values:
-            is_number = isinstance(x, int | float) and not isinstance(x, bool)
-            if not is_number or not 0 <= x < LARGEST or (above and x == 0):
-                bound = "above" if above else "from"
-                self._refuse(name, f"finite numbers {bound} 0, one for each query head")
-        if not values:
-            self._refuse(name, "at least one number")
 
     def for_model(self, config: object) -> HypeConfig:
         """Return a copy whose `max_length` comes from the model, if it is needed and not given.
@@ -141,7 +120,7 @@ class HypeConfig(MechanismConfig):
                     f"HypeConfig.{name} has {len(values)} numbers; allowed: one, or one for each of the "
                     f"{heads} query heads"
                 )
-        resolved: Any = self if self.mu is not None else self.for_model(None)
+        resolved: Any = self.for_model(None)
         mu = resolved.mu if resolved.mu is not None else 1.0 / resolved.max_length
         if not isinstance(mu, tuple):
             mu = (float(mu),)
