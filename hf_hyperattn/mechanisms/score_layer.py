@@ -115,7 +115,7 @@ class ScoreLayer(MechanismLayer):
                 and score.raw_key is call.key
             ):
                 score = dot_score(query, key, call.scale)
-        # The loop of `read_numbers`, written out to save a call in every decoding step.
+        # `read_numbers` and `compute_number`, written out to save a call in every decoding step.
         numbers = []
         for name in self.learned:
             start, log = getattr(self.config, name), getattr(self, f"log_{name}")
@@ -160,8 +160,32 @@ class ScoreLayer(MechanismLayer):
         Returns:
             A tensor [H] each, or the config's number if the layer has no parameters.
         """
-        logs = ((getattr(self.config, n), getattr(self, f"log_{n}")) for n in self.learned)
-        return [start if log is None else start * torch.exp(log.to(dtype)) for start, log in logs]
+        return [self.compute_number(n, getattr(self.config, n), dtype) for n in self.learned]
+
+    def compute_number(
+        self, name: str, start: Tensor | float, dtype: torch.dtype
+    ) -> Tensor | float:
+        """Return the current value of a learned number, its start times exp(log).
+
+        Args:
+            name: Name of the number.
+            start: Its starting value.
+            dtype: Dtype of the tensor.
+        """
+        log = getattr(self, f"log_{name}")
+        return start if log is None else start * torch.exp(log.to(dtype))
+
+    def make_start(self, start: tuple[float, ...], call: HostCall, dtype: torch.dtype) -> Tensor:
+        """Return starting values as a tensor for the heads of a call.
+
+        Args:
+            start: One number, or one per query head of the attention layer.
+            call: Call of the attention layer.
+            dtype: Dtype of the tensor.
+        """
+        values = torch.tensor(start, dtype=dtype, device=call.query.device)
+        # The config counts all heads. Learned parameters are sliced for the rank already.
+        return call.slice_rank(values) if len(start) > 1 else values
 
     def needs_gradient(self) -> bool:
         """Return whether any parameter requires a gradient."""

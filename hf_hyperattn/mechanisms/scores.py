@@ -111,18 +111,13 @@ class PairLayer(ScoreLayer):
             raise ValueError(
                 f"{config.mechanism} is a score of scaled vectors, and {where} has scale {call.scale}"
             )
-        rank = call.heads
-        heads = call.query.shape[1] if rank is None else rank.total
         values: dict[str, Any] = {}
         for name in d.parameters:
             value: Any = getattr(config, name)
             if isinstance(value, tuple):
                 # A layer that is used by name has no host, so its head count is only known now.
-                check_count(config, name, heads)
-                value = torch.tensor(value, dtype=dtype, device=call.query.device)
-                # The config counts all heads. Learned parameters are sliced for the rank already.
-                if rank is not None:
-                    value = rank.slice_rank(value)
+                check_count(config, name, call.total_heads)
+                value = self.make_start(value, call, dtype)
             moved = getattr(self, config.parameter_name(name)) if name in d.learned else None
             if moved is not None:
                 if config.starts_at_zero(name):

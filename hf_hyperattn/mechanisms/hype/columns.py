@@ -24,7 +24,7 @@ def make_factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the factors of the bias in float64, see `ScoreTerm.low_rank_factors`.
 
-    Arguments are as in `definition` (reference.py).
+    Arguments are as in `definition` (reference.py). Positions count from the smallest one.
 
     Returns:
         Factors of queries [B, H, N, 2] and of keys [B, H or 1, M, 2], and one number per row [B, H,
@@ -34,9 +34,8 @@ def make_factors(
     tau = tau.double()[:, None]
     i = query_positions.double()
     j = key_positions.double()
-    low = torch.minimum(i.amin(-1, keepdim=True), j.amin(-1, keepdim=True))
-    high = torch.maximum(i.amax(-1, keepdim=True), j.amax(-1, keepdim=True))
-    middle = (low + high) / 2
+    # The smallest position is 0.
+    middle = torch.maximum(i.amax(-1, keepdim=True), j.amax(-1, keepdim=True)) / 2
     x = mu * (i - middle)
     y = mu * (j - middle)
     sinh = torch.sinh(x)

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...engines.score import PairScore, ScoreTerm
+from ...engines.score import TERMS, PairScore, ScoreTerm
 from ...readable import can_read
-from ..base import Host, HostCall, Plan
+from ..base import Host, HostCall, MechanismLayer, Plan
 from ..positions import read_positions, subtract_first
 from ..score_layer import ScoreLayer
 from .columns import are_sums_exact, make_factors
 from .config import HypeConfig
 from .reference import definition
-from .terms import COSH, SINH
 
 
 def with_hype(
@@ -51,7 +49,7 @@ def with_hype(
     if reach is not None and can_read(mu, weight) and are_sums_exact(mu, weight, reach, form):
         low_rank = partial(make_factors, *arguments)
     term = ScoreTerm(
-        SINH if form == "sinh" else COSH,
+        TERMS[f"hype_{form}"],
         partial(definition, *arguments),
         row=(queries.expand(batch, heads, n),),
         column=(keys.expand(batch, score.kv_heads, m),),
@@ -86,8 +84,8 @@ class HypeLayer(ScoreLayer):
             self.config = config.for_model(host.config)
             self.config.compute_starts("sinh", host.heads)
 
-    def forward(self, plan: Plan) -> Plan:
-        return plan if self.idle() else self.change(plan)
+    # Not the forward of `ScoreLayer`: the bias is added to the score in both modes.
+    forward = MechanismLayer.forward
 
     def change(self, plan: Plan) -> Plan:
         call = plan.call
@@ -115,19 +113,9 @@ class HypeLayer(ScoreLayer):
             call: Call of the attention layer.
             dtype: Dtype of the tensors.
         """
-        rank = call.heads
-        device = call.query.device
-        heads = call.query.shape[1] if rank is None else rank.total
-        starts = self.config.compute_starts(form, heads)
-        # The config counts all heads. Learned parameters are sliced for the rank already.
-        if rank is not None:
-            starts = tuple(
-                x if len(x) == 1 else x[rank.first : rank.first + rank.count] for x in starts
-            )
-        starts = (torch.tensor(x, dtype=dtype, device=device) for x in starts)
-        logs: tuple[Any, Any] = self.log_mu, self.log_tau
+        starts = self.config.compute_starts(form, call.total_heads)
         mu, tau = (
-            x if log is None else x * torch.exp(log.to(dtype))
-            for x, log in zip(starts, logs, strict=True)
+            self.compute_number(name, self.make_start(start, call, dtype), dtype)
+            for name, start in zip(self.learned, starts, strict=True)
         )
         return mu, tau
