@@ -90,7 +90,7 @@ def real_model(length: int) -> None:
     )
     ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids[:, :length]
     radii, pairs = [], [0]
-    norms, squared_distance = HyperbolicVectors.norms, Tile.squared_distance
+    norms, squared_distance = HyperbolicVectors.measure_norms, Tile.squared_distance
 
     def noted(self):
         radii.extend(2 * norm.flatten() for norm in norms(self))
@@ -100,14 +100,14 @@ def real_model(length: int) -> None:
         pairs[0] += int(chosen.sum())
         return squared_distance(self, chosen)
 
-    HyperbolicVectors.norms, Tile.squared_distance = noted, counted
+    HyperbolicVectors.measure_norms, Tile.squared_distance = noted, counted
     patch_model(model, HyperbolicConfig())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("hyperbolic.gate"):
                 parameter.fill_(0.01)
         model(ids)
-    HyperbolicVectors.norms, Tile.squared_distance = norms, squared_distance
+    HyperbolicVectors.measure_norms, Tile.squared_distance = norms, squared_distance
     found = torch.cat(radii).sort().values
     half, most, last = (found[int(q * (len(found) - 1))].item() for q in (0.5, 0.99, 1.0))
     print(

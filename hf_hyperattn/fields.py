@@ -36,6 +36,7 @@ def option(
     most: int = MOST_INTEGER,
     types: tuple = (),
     optional: bool = False,
+    per_head: bool = False,
 ) -> Any:
     """Make a dataclass field with help, the symbol of the paper, and allowed values.
 
@@ -50,6 +51,8 @@ def option(
         most: Largest value of an integer.
         types: Allowed types; default: the type of `default`.
         optional: Whether None is allowed; always True if the default is None.
+        per_head: Whether a tuple holds one number per query head. Each obeys the rule of a single
+            number.
     """
     types = types or (type(default),)
     metadata = dict(
@@ -61,6 +64,7 @@ def option(
         most=most,
         types=types,
         optional=optional or default is None,
+        per_head=per_head,
     )
     # Mutable defaults need a factory, as in every dataclass.
     if callable(default):
@@ -132,6 +136,8 @@ def _describe_allowed(value: Any, rule: Mapping[str, Any]) -> str:
     types = (*rule["types"], int) if float in rule["types"] else rule["types"]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         return " or ".join(t.__name__ for t in rule["types"])
+    if rule["per_head"] and isinstance(value, tuple):
+        return _describe_entries(value, rule)
     # The checks below are for numbers only.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
@@ -149,3 +155,18 @@ def _describe_allowed(value: Any, rule: Mapping[str, Any]) -> str:
     if is_integer_field and value > rule["most"]:
         return f"numbers up to {rule['most']:,}"
     return ""
+
+
+def _describe_entries(values: tuple, rule: Mapping[str, Any]) -> str:
+    """Return the allowed numbers per head in words if one of them is not allowed, else ""."""
+    if not values:
+        return "at least one number"
+    entry = {**rule, "types": (float,), "optional": False}
+    if not any(_describe_allowed(x, entry) for x in values):
+        return ""
+    bound = ""
+    if rule["above"] is not None:
+        bound = f" above {rule['above']:g}"
+    elif rule["least"] is not None:
+        bound = f" from {rule['least']:g}"
+    return f"finite numbers{bound}, one for each query head"

@@ -97,7 +97,7 @@ def blended(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False
 def hype(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False):
     """sinh at every length, so that causal calls and others do the same; the last queries are the last keys."""
     m = k.shape[2]
-    mu, tau = HypeConfig(max_length=m).start("sinh", q.shape[1])
+    mu, tau = HypeConfig(max_length=m).compute_starts("sinh", q.shape[1])
     numbers = {"mu": torch.tensor(mu, device=q.device), "tau": torch.tensor(tau, device=q.device)}
     if positions is None and q.shape[2] != m:
         positions = torch.arange(m - q.shape[2], m, device=q.device)

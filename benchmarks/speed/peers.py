@@ -47,7 +47,7 @@ def dense_hype(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     from hf_hyperattn.mechanisms.hype.config import HypeConfig
 
     m = k.shape[2]
-    mu, tau = HypeConfig(max_length=m).start("sinh", q.shape[1])
+    mu, tau = HypeConfig(max_length=m).compute_starts("sinh", q.shape[1])
     at = torch.arange(m, device=q.device)
     bias = hype_bias(
         at[m - q.shape[2] :], at, mu=torch.tensor(mu), tau=torch.tensor(tau), form="sinh"

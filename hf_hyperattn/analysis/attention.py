@@ -258,7 +258,7 @@ def learned_numbers(part: Any, layer: Layer) -> list[Tensor]:
         if layer.call is None:
             return [torch.full((1,), torch.nan)] * len(part.learned)
         form = part.config.form or ("sinh" if layer.call.is_causal else "cosh")
-        numbers = part.start(form, layer.call, torch.float32)
+        numbers = part.compute_parameters(form, layer.call, torch.float32)
     else:
         numbers = part.read_numbers(torch.float32)
     return [torch.as_tensor(n, dtype=torch.float32).detach().reshape(-1) for n in numbers]
@@ -383,7 +383,8 @@ def half_width_of(variant: str, apex: Tensor, height: Tensor, radius: Tensor) ->
     """
     if variant == "umbral":
         return (apex - height) * torch.sinh(radius)
-    return cone.half_width(height, radius) - cone.half_width(apex, radius)
+    lower, upper = (cone.half_width(h**2, radius**2) for h in (height, apex))
+    return lower - upper
 
 
 def project_principal(points: Tensor, axes: int) -> tuple[Tensor, Tensor]:
@@ -410,7 +411,9 @@ def describe_disk(part: Any, call: HostCall, queries: list[int]) -> dict[str, An
     key = repeat_heads(call.key.float(), heads)
     query = call.query.float()[:, :, queries]
     # Keys and queries share one plane, so that their angles can be compared.
-    points = torch.cat([hyperbolic.lift(x, c[:, None], scale)[0][0] for x in (key, query)], 1)
+    points = torch.cat(
+        [hyperbolic.lift_points(x, c[:, None], scale)[0][0] for x in (key, query)], 1
+    )
     flat, explained = project_principal(points, 2)
     radius = points.norm(dim=-1)
     angle = torch.atan2(flat[..., 1], flat[..., 0])

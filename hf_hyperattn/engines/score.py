@@ -126,6 +126,32 @@ class Term:
         return out, pull_back
 
 
+#: Smallest and largest share of the squared lengths below which a squared distance is taken from
+#: differences, see `loses_digits`.
+NEAR = 1e-3
+NEAREST = 1 / 16
+#: (2 eps / 2e-4)² with the eps of float32: 2e-4 is the allowed error of a distance.
+EXACT = 1.42e-6
+
+
+def loses_digits(
+    squared_distance: Tensor, squared_lengths: Tensor, weight: Tensor | float = 1.0
+) -> Tensor:
+    """Return where a squared distance from the product is too inexact, bool [..., R, C].
+
+    Its error is about eps times the squared lengths. The error of its root and of the gradient is
+    much larger if points nearly coincide. The share of the lengths below which pairs are computed
+    from differences keeps the error of the weighted distance below 2e-4.
+
+    Args:
+        squared_distance: |x - y|², from the product.
+        squared_lengths: |x|² + |y|², or |x|² if the lengths of near points are nearly equal.
+        weight: Factor of squared distances in the score. Default: 1.
+    """
+    share = (EXACT * weight * squared_lengths).clamp_(NEAR, NEAREST)
+    return squared_distance < squared_lengths * share
+
+
 class DistanceTerm(Term):
     """A term that reads |query_factor · q - key_factor · k|².
 

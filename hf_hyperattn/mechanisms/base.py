@@ -131,6 +131,15 @@ class HostCall:
     chunk: int | None = None
     cache: Any = None
 
+    @property
+    def total_heads(self) -> int:
+        """Number of query heads of the attention layer, on all ranks."""
+        return self.query.shape[1] if self.heads is None else self.heads.total
+
+    def slice_rank(self, by_head: Tensor) -> Tensor:
+        """Return the rank's part of a tensor of all query heads [H, ...]."""
+        return by_head if self.heads is None else self.heads.slice_rank(by_head)
+
     def read_mask(self, grows: bool = False) -> Reading:
         """Return the reading of the mask, whose results all layers of the model share.
 
@@ -340,9 +349,8 @@ class MechanismLayer(nn.Module):
         """Return [H], 1 at heads that are changed and 0 elsewhere; None if all are."""
         if self.heads is None:
             return None
-        total = call.query.shape[1] if call.heads is None else call.heads.total
         # Numbers in `self.heads` count over all ranks, so the mask is made for all heads and
         # sliced.
-        mask = torch.zeros(total, device=call.query.device, dtype=torch.float32)
+        mask = torch.zeros(call.total_heads, device=call.query.device, dtype=torch.float32)
         mask[list(self.heads)] = 1.0
-        return mask if call.heads is None else call.heads.slice_rank(mask)
+        return call.slice_rank(mask)

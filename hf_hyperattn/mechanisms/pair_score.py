@@ -18,22 +18,16 @@ from torch import Tensor
 from ..engines import DistanceTerm, PairScore, Points, ScoreTerm, Term, repeat_heads
 from ..engines.cpu import norms, squared_norms
 from ..engines.graph_torch import evaluate_with_vjp, graph_of
-from ..engines.score import TERMS, euclidean_distances, working_dtype
+from ..engines.score import TERMS, euclidean_distances, loses_digits, working_dtype
 from ..engines.trace import Untraceable
 from ..geometry.scalars import at_least
 from ..torch_private import find_transform
-from .hype.positions import from_first
+from .positions import subtract_first
 
 #: Prefixes of the arguments that are statistics of one vector.
 SIDES = ("query_", "key_")
 #: Least norm, so that scores can divide by the norm of a zero vector.
 FLOOR = 1e-12
-#: A squared distance D² is computed from differences if it is below a share of the sum
-#: s = |q|² + |k|². The share is EXACT · s, at least NEAR and at most NEAREST (as in cone/terms.py).
-NEAR = 1e-3
-NEAREST = 1 / 16
-#: (2 eps / 2e-4)² of float32: the product form then keeps the error of D below 2e-4.
-EXACT = 1.42e-6
 Start = float | tuple[float, ...]
 
 
@@ -148,8 +142,7 @@ class PairDistanceTerm(DistanceTerm):
         return (row[0] + column[0]) - 2 * dot
 
     def is_inexact(self, squared_distance, row, column, head):
-        size = row[0] + column[0]
-        return squared_distance < size * (EXACT * size).clamp(NEAR, NEAREST)
+        return loses_digits(squared_distance, row[0] + column[0])
 
     def factors(self, row, column, head):
         # The query's features already have the whole scale, the key's have none. Both points need
@@ -232,7 +225,7 @@ class PairSpace(NamedTuple):
         reads_distance = "square" in d.sides[0]
         at_queries, at_keys = None, None
         if self.positions is not None:
-            at_queries, at_keys = from_first(*self.positions, dtype)
+            at_queries, at_keys = subtract_first(*self.positions, dtype)
         # Statistics are made here, once per token and not once per pair.
         row = [self.read_statistic(n, query, root, heads, at_queries, dtype) for n in d.sides[0]]
         column = [self.read_statistic(n, key, root, heads, at_keys, dtype) for n in d.sides[1]]

@@ -8,14 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..engines import Options, attention
 from ..engines.score import dot_score, upcast_for_grad
 from ..readable import can_read
 from ..torch_private import is_wrapped
 from .base import Host, HostCall, MechanismLayer, Plan
+
+
+def attend_in_space(
+    space: Any, query: Tensor, key: Tensor, value: Tensor, options: Options, backend: str
+) -> Tensor:
+    """Compute attention with the score of a space, for a function's call.
+
+    Args:
+        space: Object with a method `score`, see `ScoreLayer`.
+        query: Queries [B, H, N, d].
+        key: Keys [B, Hkv, M, d].
+        value: Values [B, Hkv, M, dv].
+        options: Masks and the rest.
+        backend: "auto", or the name of an engine.
+
+    Returns:
+        Outputs [B, H, N, dv] in the query's dtype.
+    """
+    # Gradients of half-precision inputs are summed in float32, and rounded once.
+    score = space.score(upcast_for_grad(query), upcast_for_grad(key))
+    out, _ = attention(score, value, options, backend=backend)
+    return out.to(query.dtype)
 
 
 class ScoreLayer(MechanismLayer):
@@ -87,7 +111,7 @@ class ScoreLayer(MechanismLayer):
                 and score.raw_key is call.key
             ):
                 score = dot_score(query, key, call.scale)
-        # The loop of `read_numbers`, written out to save a call in every decoding step.
+        # `read_numbers` and `compute_number`, written out to save a call in every decoding step.
         numbers = []
         for name in self.learned:
             start, log = getattr(self.config, name), getattr(self, f"log_{name}")
@@ -132,8 +156,32 @@ class ScoreLayer(MechanismLayer):
         Returns:
             A tensor [H] each, or the config's number if the layer has no parameters.
         """
-        logs = ((getattr(self.config, n), getattr(self, f"log_{n}")) for n in self.learned)
-        return [start if log is None else start * torch.exp(log.to(dtype)) for start, log in logs]
+        return [self.compute_number(n, getattr(self.config, n), dtype) for n in self.learned]
+
+    def compute_number(
+        self, name: str, start: Tensor | float, dtype: torch.dtype
+    ) -> Tensor | float:
+        """Return the current value of a learned number, its start times exp(log).
+
+        Args:
+            name: Name of the number.
+            start: Its starting value.
+            dtype: Dtype of the tensor.
+        """
+        log = getattr(self, f"log_{name}")
+        return start if log is None else start * torch.exp(log.to(dtype))
+
+    def make_start(self, start: tuple[float, ...], call: HostCall, dtype: torch.dtype) -> Tensor:
+        """Return starting values as a tensor for the heads of a call.
+
+        Args:
+            start: One number, or one per query head of the attention layer.
+            call: Call of the attention layer.
+            dtype: Dtype of the tensor.
+        """
+        values = torch.tensor(start, dtype=dtype, device=call.query.device)
+        # The config counts all heads. Learned parameters are sliced for the rank already.
+        return call.slice_rank(values) if len(start) > 1 else values
 
     def needs_gradient(self) -> bool:
         """Return whether any parameter requires a gradient."""

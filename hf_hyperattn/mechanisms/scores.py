@@ -31,17 +31,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..config import MechanismConfig, option
-from ..engines import Options, attention, register_term
-from ..engines.score import TERMS, upcast_for_grad
+from ..engines import Options, register_term
+from ..engines.score import TERMS
 from ..engines.trace import GRAD, Traced, compute_gradients, sort_ancestors, trace_term
 from ..fields import LARGEST, refuse
 from ..registry import MECHANISMS, Mechanism, register
 from ..text import short
 from .base import Host, HostCall
 from .checks import check_call, check_number, check_parameter
-from .hype.positions import checked_positions, of_call
 from .pair_score import SIDES, Definition, PairSpace, Start, make_term, read_vector_names
-from .score_layer import ScoreLayer
+from .positions import check_call_positions, read_positions
+from .score_layer import ScoreLayer, attend_in_space
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -76,7 +76,7 @@ class PairLayer(ScoreLayer):
         super().__init__(config, host, mode, heads)
         self.host = host
         d = config.definition
-        # `of_call` counts the keys of a row, and refuses a cache that was pruned.
+        # `read_positions` counts the keys of a row, and refuses a cache that was pruned.
         self.counts_keys = d.reads_positions
         if host is not None:
             for name in d.parameters:
@@ -112,18 +112,13 @@ class PairLayer(ScoreLayer):
             raise ValueError(
                 f"{config.mechanism} is a score of scaled vectors, and {where} has scale {call.scale}"
             )
-        rank = call.heads
-        heads = call.query.shape[1] if rank is None else rank.total
         values: dict[str, Any] = {}
         for name in d.parameters:
             value: Any = getattr(config, name)
             if isinstance(value, tuple):
                 # A layer that is used by name has no host, so its head count is only known now.
-                check_count(config, name, heads)
-                value = torch.tensor(value, dtype=dtype, device=call.query.device)
-                # The config counts all heads. Learned parameters are sliced for the rank already.
-                if rank is not None:
-                    value = rank.slice_rank(value)
+                check_count(config, name, call.total_heads)
+                value = self.make_start(value, call, dtype)
             moved = getattr(self, config.parameter_name(name)) if name in d.learned else None
             if moved is not None:
                 if config.starts_at_zero(name):
@@ -135,7 +130,7 @@ class PairLayer(ScoreLayer):
             start = getattr(config, name)
             moved = getattr(self, f"added_{name}")
             values[name] = start if moved is None else start + moved.to(dtype)
-        positions = of_call(call, self.host, d.name) if d.reads_positions else None
+        positions = read_positions(call, self.host, d.name) if d.reads_positions else None
         return PairSpace(definition=d, values=values, scale=call.scale, positions=positions)
 
 
@@ -169,18 +164,17 @@ class ScoreConfig(MechanismConfig):
             self._refuse("score", repr(d.name))
         for name in d.parameters:
             value = getattr(self, name)
-            if isinstance(value, list | tuple):
+            if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-                for number in value:
-                    check_number(f"ScoreConfig.{name}", number)
-                # One parameter holds all heads, and it is either a logarithm or a sum. A head that
-                # starts at 0 could not move by a factor.
-                some_zero = 0 in value and any(value)
-                if not value or (name in d.learned and some_zero):
-                    self._refuse(
-                        name, "a number, or one for every query head, not 0 for some of them alone"
-                    )
         super().__post_init__()
+        for name in d.learned:
+            value = getattr(self, name)
+            # One parameter holds all heads, and it is either a logarithm or a sum. A head that starts
+            # at 0 could not move by a factor.
+            if isinstance(value, tuple) and 0 in value and any(value):
+                self._refuse(
+                    name, "a number, or one for every query head, not 0 for some of them alone"
+                )
 
     def __reduce__(self):
         # Pickle cannot import the generated subclass, so the record makes it again.
@@ -330,7 +324,7 @@ def make_config(d: Definition) -> type[ScoreConfig]:
     for name, value in d.parameters.items():
         kind = "constant" if name in d.constants else "where the parameter starts"
         about = f"{kind}: a number, or one for every head"
-        fields.append((name, Any, option(value, about, types=(float, tuple))))
+        fields.append((name, Any, option(value, about, types=(float, tuple), per_head=True)))
     # Vectors have a dimension that the config does not know, so all of it starts at one number.
     for name, value in d.vectors.items():
         fields.append((name, float, option(value, "where all numbers of the vector start")))
@@ -643,8 +637,7 @@ def scored_attention(
     if callable(score):
         score = getattr(score, SCORE_NAME, getattr(score, "__name__", ""))
     d = find_config(score).definition
-    batch, _, n, width = query.shape
-    factor: float = float(width) ** -0.5 if scale is None else scale
+    factor: float = float(query.shape[-1]) ** -0.5 if scale is None else scale
     # Vectors are multiplied by the root of the scale.
     if not factor > 0:
         refuse("scale", factor, "numbers above 0, or None")
@@ -657,16 +650,10 @@ def scored_attention(
     values = check_values(d, parameters, query)
     positions = None
     if d.reads_positions:
-        positions = (
-            checked_positions("query_positions", query_positions, n, batch, query.device),
-            checked_positions("key_positions", key_positions, key.shape[2], batch, query.device),
-        )
+        positions = check_call_positions(query, key, query_positions, key_positions)
     space = PairSpace(definition=d, values=values, scale=factor, positions=positions)
-    # Gradients through the product and through statistics are summed before they are rounded.
-    pair = space.score(upcast_for_grad(query), upcast_for_grad(key))
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-    out, _ = attention(pair, value, options, backend=backend)
-    return out.to(query.dtype)
+    return attend_in_space(space, query, key, value, options, backend)
 
 
 def check_keywords(d: Definition, given: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from hf_hyperattn.engines import Options, attention, cpu, dispatch, dot_score, n
 from hf_hyperattn.engines.cpu import kernels, library, norms, squared_norms
 from hf_hyperattn.engines.cpu.kernels import count_chunks, forward
 from hf_hyperattn.engines.score import TERMS, ScoreTerm, Term
-from hf_hyperattn.mechanisms.hyperbolic.midpoint import einstein
+from hf_hyperattn.mechanisms.hyperbolic.midpoint import make_aggregation
 from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace
 from tests.engines.test_native import needs_compiler
 from tests.oracles.cases import assert_close, assert_gradients, qkv
@@ -158,7 +158,7 @@ def test_decoding_midpoints(gate, far, watched, threads):
             (torch.float32, "auto"),
         ):
             c = number.to(dtype) if isinstance(number, torch.Tensor) else number
-            average = einstein(c, 0.5, gate if gate is None else gate.to(dtype))
+            average = make_aggregation(c, 0.5, gate if gate is None else gate.to(dtype))
             options = Options(
                 mask, aggregation=average, **{name: x.to(dtype) for name, x in more.items()}
             )

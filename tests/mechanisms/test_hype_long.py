@@ -11,7 +11,7 @@ import torch
 from hf_hyperattn.engines import TERMS, dot_score
 from hf_hyperattn.engines.sdpa import append_terms
 from hf_hyperattn.functional import hype_attention, hype_bias
-from hf_hyperattn.mechanisms.hype.columns import fits
+from hf_hyperattn.mechanisms.hype.columns import are_sums_exact
 from hf_hyperattn.mechanisms.hype.score import with_hype
 from tests.oracles import hype as loops
 from tests.oracles.cases import assert_close, assert_gradients
@@ -136,14 +136,14 @@ def test_plain_half_precision_columns_would_lose_the_bias():
 def test_columns_are_offered_where_they_are_exact_enough(form):
     def offered(slope, length, made_for=LENGTH):
         mu, tau = torch.tensor([1 / made_for]), torch.tensor([slope * made_for * STRETCH[form]])
-        return fits(mu, tau, length, form)
+        return are_sums_exact(mu, tau, length, form)
 
     assert offered(1.0, 8192) and offered(0.5, 16384, 16384) and offered(0.25, 32768, 32768)
     assert offered(1.0, 8192, made_for=131072)
     assert (
         not offered(4.0, 8192) and not offered(1.0, 10 * LENGTH) and not offered(1.0, 1000 * LENGTH)
     )
-    assert not fits(torch.tensor([1e30]), torch.tensor([1.0]), 8192.0, form)
+    assert not are_sums_exact(torch.tensor([1e30]), torch.tensor([1.0]), 8192.0, form)
 
 
 @every_form

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...engines import Options, attention
-from ...engines.score import upcast_for_grad
+from ...engines import Options
 from ..checks import check_call, check_choice, check_number_of_heads
+from ..score_layer import attend_in_space
 from .config import VARIANTS, Variant, check_pairing, resolve_mapping
 from .reference import MAPPINGS, Mapping
 from .score import ConeSpace
@@ -67,10 +67,7 @@ def cone_attention(
     check_call(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **flags)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-    # Gradients of half-precision inputs are summed in float32, and rounded once.
-    score = space.score(upcast_for_grad(query), upcast_for_grad(key))
-    out, _ = attention(score, value, options, backend=backend)
-    return out.to(query.dtype)
+    return attend_in_space(space, query, key, value, options, backend)
 
 
 def cone_scores(
@@ -90,7 +87,7 @@ def cone_scores(
     """
     check_call(query, key, key, squared=squared, clamp_heights=clamp_heights)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
-    return space.score(query, key).terms[0].definition()
+    return space.compute_logits(query, key)
 
 
 def cone_space(query: Tensor, variant, mapping, gamma, radius, squared, clamp_heights) -> ConeSpace:

@@ -106,7 +106,7 @@ def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor
 
     Arguments are as in `umbral_height`. Heights must be below r.
     """
-    a, b = half_width(hq, r), half_width(hk, r)
+    a, b = half_width(hq**2, r**2), half_width(hk**2, r**2)
     inside = torch.maximum(
         torch.maximum(hq**2, hk**2), r**2 - (at_least(a + b - distance, 0.0) / 2) ** 2
     )
@@ -116,13 +116,14 @@ def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor
     return torch.where(distance > a + b, outside, inside)
 
 
-def half_width(h: Tensor, r: Tensor) -> Tensor:
+def half_width(height_squared: Tensor, radius_squared: Tensor) -> Tensor:
     """Return sqrt(r² - h²), half the width of a penumbral cone's base on the boundary."""
-    return torch.sqrt(torch.maximum(r**2 - h**2, FLOOR * r**2))
+    # The lower bound keeps the slope of the root finite if the height reaches the radius.
+    return torch.sqrt(torch.maximum(radius_squared - height_squared, FLOOR * radius_squared))
 
 
 def height_and_stretch(
-    x: Tensor, mapping: str, radius: Tensor | float = 1.0
+    x: Tensor, mapping: str, radius: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the height h and the stretch of each vector.
 
@@ -130,7 +131,7 @@ def height_and_stretch(
         x: Vectors [..., d], float32 or float64.
         mapping: "xi": h = stretch = exp(x_d / d). "psi": h = stretch = r·sigmoid(x_d).
             "expmap": h = 1 / (cosh s - (x_d/s) sinh s) with s = |x|, stretch = h·sinh(s)/s.
-        radius: r, broadcastable to [...]; only psi uses it.
+        radius: r, broadcastable to [...]; only psi uses it. None (default): 1.
 
     Returns:
         h and stretch, each [...].
@@ -141,7 +142,7 @@ def height_and_stretch(
 
 
 def height_and_stretch_from_parts(
-    last: Tensor, side: Tensor | None, dim: int, mapping: str, radius: Tensor | float = 1.0
+    last: Tensor, side: Tensor | None, dim: int, mapping: str, radius: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the height and the stretch of vectors that are given by two numbers.
 
@@ -152,18 +153,14 @@ def height_and_stretch_from_parts(
         mapping, radius: As in `height_and_stretch`.
     """
     if mapping == "xi":
-        h = xi_height(last, dim)
+        h = torch.exp(at_most(at_least(last / dim, -EXPONENT_LIMIT), EXPONENT_LIMIT))
         return h, h
     if mapping == "psi":
-        h = radius * torch.sigmoid(last)
+        h = torch.sigmoid(last)
+        h = h if radius is None else radius * h
         return h, h
     assert side is not None
     return _map_exponentially(side, last)
-
-
-def xi_height(last: Tensor, dim: int) -> Tensor:
-    """Return exp(x_d / d), with the exponent clamped to ±EXPONENT_LIMIT."""
-    return torch.exp(at_most(at_least(last / dim, -EXPONENT_LIMIT), EXPONENT_LIMIT))
 
 
 def _map_exponentially(side: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,8 +213,6 @@ def horizontal(x: Tensor, stretch: Tensor) -> Tensor:
     return x[..., :-1] * stretch[..., None]
 
 
-def clamp_height(h: Tensor, radius: Tensor | float) -> Tensor:
+def clamp_height(h: Tensor, radius: Tensor) -> Tensor:
     """Return heights clamped to r·(1 - 1e-3), because the penumbral score needs h < r."""
-    return torch.minimum(
-        h, torch.as_tensor(radius * CLAMP, dtype=h.dtype, device=h.device).expand_as(h)
-    )
+    return torch.minimum(h, CLAMP * radius)

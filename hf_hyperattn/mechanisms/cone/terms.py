@@ -21,10 +21,8 @@ Row and column statistics are (h, |X|²), or (h², sqrt(r² - h²), |X|²) for p
 The stretch and the last coordinate are two more statistics there. The last head parameter is w. The
 points themselves are not scaled, because the rounding would show in differences of near points.
 
-The product form gives D² with an error of about eps · w|X|². The error of its root and of the
-gradient is much larger if points nearly coincide, so these pairs are computed from differences. They
-are the pairs with D² < share · w|X|². The share is at least NEAR and at most NEAREST. In between, it
-keeps the error of D below 2e-4.
+The product form loses the digits of D² if points nearly coincide. `loses_digits` (engines/score.py)
+says which pairs are computed from differences.
 """
 
 from __future__ import annotations
@@ -33,17 +31,12 @@ from typing import Any
 
 import torch
 
-from ...engines.score import DerivedDistanceTerm, register_term
+from ...engines.score import DerivedDistanceTerm, loses_digits, register_term
 
 #: Lower bound of a distance in a denominator.
 SMALLEST = 1e-15
 #: Lower bound of a height under a root, whose slope is infinite at 0.
 LOWEST = 1e-6
-#: Smallest and largest share of w|X|² below which D² is taken from differences.
-NEAR = 1e-3
-NEAREST = 1 / 16
-#: (2 eps / 2e-4)² with the eps of float32: 2e-4 is the allowed error of D.
-EXACT = 1.42e-6
 #: Heights tie if they differ by less than TIE · eps times their size. Rounding can make the heights
 #: of equal vectors differ by that much.
 TIE = 8.0
@@ -79,13 +72,13 @@ class ConeTerm(DerivedDistanceTerm):
         return square.mul_(-2).add_(norm_k).add_(norm_q)
 
     def is_inexact(self, squared_distance, row, column, head):
-        size, weight = row[self.before], head[-1]
+        size = row[self.before]
         if self.on_product:
             stretch_q, last_q = row[self.before + 1 :]
             stretch_k, last_k = column[self.before + 1 :]
             # Subtracting q_d k_d rounds too: its error grows with that product.
             size = torch.mul((stretch_q * last_q).abs(), (stretch_k * last_k).abs()).add_(size)
-        return squared_distance < size * (EXACT * weight * size).clamp_(NEAR, NEAREST)
+        return loses_digits(squared_distance, size, head[-1])
 
     def factors(self, row, column, head):
         return (row[self.before + 1], column[self.before + 1]) if self.on_product else (1.0, 1.0)

@@ -91,8 +91,7 @@ class HeadFusionLayer(MechanismLayer):
             factors = factors * self.keep(beta)
         # Heads that are not chosen have the factor 1.
         if self.heads is not None:
-            total = plan.call.query.shape[1] if rank is None else rank.total
-            ones = factors.new_ones(*factors.shape[:-1], total)
+            ones = factors.new_ones(*factors.shape[:-1], plan.call.total_heads)
             factors = ones.index_copy(-1, torch.tensor(self.heads, device=factors.device), factors)
         # With tensor parallelism, this process has only some of the heads.
         if rank is not None:

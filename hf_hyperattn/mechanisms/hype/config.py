@@ -1,4 +1,7 @@
-"""Configuration of HyPE, and what it means for a model: mu and tau of every head."""
+"""Define the configuration of HyPE.
+
+Here you learn which settings exist, and how mu and tau of every head follow from them.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,25 @@ from ...fields import LARGEST
 from ...text import short
 from .reference import FORMS, Form
 
-#: tau is this many times the slope over mu, so that sinh starts with the slope and cosh ends near slope · max_length.
+#: tau is STRETCH · slope / mu. The sinh form then starts with this slope, and the cosh form ends near
+#: slope · max_length.
 STRETCH = {"sinh": 1.0, "cosh": 2.0}
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """The slopes of ALiBi (arXiv 2108.12409), 2^(-8h/H) for h = 1 .. H; H need not be a power of two."""
+    """Return the slopes of ALiBi (arXiv 2108.12409), 2^(-8h/H) for h = 1 .. H.
+
+    H need not be a power of two.
+    """
     return tuple(2.0 ** (-8.0 * h / heads) for h in range(1, heads + 1))
 
 
 @dataclass(frozen=True)
 class HypeConfig(MechanismConfig):
-    """HyPE (arXiv 2310.19676): a positional bias that grows with the distance as sinh, or as cosh - 1.
+    """Configuration of HyPE (arXiv 2310.19676).
 
-    Numbers are for all heads, or one for each query head.
+    The positional bias grows with the distance as sinh, or as cosh - 1. Settings are one number for
+    all heads, or one per query head.
     """
 
     mechanism = "hype"
@@ -34,7 +42,7 @@ class HypeConfig(MechanismConfig):
         symbol="μ",
         types=(float, tuple),
         above=0,
-        optional=True,
+        per_head=True,
     )
     tau: float | tuple[float, ...] | None = option(
         None,
@@ -43,35 +51,32 @@ class HypeConfig(MechanismConfig):
         symbol="τ",
         types=(float, tuple),
         least=0,
-        optional=True,
+        per_head=True,
     )
     slopes: Literal["alibi"] | tuple[float, ...] = option(
         "alibi",
         "logits a token, which give τ where it is None: alibi for 2^(-8h/H), or one number for each head",
         symbol="m",
         types=(str, tuple),
+        least=0,
+        per_head=True,
     )
     max_length: int | None = option(
         None,
         "the length that μ = 1/max_length is made for; None: the model's max_position_embeddings",
         types=(int,),
         above=0,
-        optional=True,
     )
     form: Form | None = option(
         None,
         "sinh or cosh; None: sinh where attention is causal, else cosh",
         choices=FORMS,
-        optional=True,
     )
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_numbers("mu", above=True)
-        self._check_numbers("tau")
         if isinstance(self.slopes, str) and self.slopes != "alibi":
             self._refuse("slopes", "'alibi', or one number from 0 for each query head")
-        self._check_numbers("slopes")
         if self.mu is not None and self.max_length is not None:
             self._refuse(
                 "max_length", "None where mu is given, since it only says that mu = 1/max_length"
@@ -79,26 +84,14 @@ class HypeConfig(MechanismConfig):
         if self.tau is not None and self.slopes != "alibi":
             self._refuse("slopes", "'alibi' where tau is given, since slopes only say what tau is")
 
-    def _check_numbers(self, name: str, above: bool = False) -> None:
-        """The entries of a tuple obey the rule that a single number does."""
-        values = getattr(self, name)
-        if not isinstance(values, tuple):
-            return
-        for x in values:
-            number = isinstance(x, int | float) and not isinstance(x, bool)
-            if not number or not 0 <= x < LARGEST or (above and x == 0):
-                self._refuse(
-                    name,
-                    f"finite numbers {'above' if above else 'from'} 0, one for each query head",
-                )
-        if not values:
-            self._refuse(name, "at least one number")
-
     def for_model(self, config: object) -> HypeConfig:
-        """This config with the model's `max_position_embeddings` as `max_length`, where that is what it means.
+        """Return a copy whose `max_length` comes from the model, if it is needed and not given.
+
+        Args:
+            config: Config of the model, with `max_position_embeddings`.
 
         Raises:
-            ValueError: neither this config nor the model's says a length.
+            ValueError: Neither this config nor the model's has a length.
         """
         if self.mu is not None or self.max_length is not None:
             return self
@@ -111,11 +104,15 @@ class HypeConfig(MechanismConfig):
             )
         return replace(self, max_length=length)
 
-    def start(self, form: str, heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """mu and tau as configured, one number each or one for each query head.
+    def compute_starts(self, form: str, heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the configured mu and tau, each one number or one per query head.
+
+        Args:
+            form: "sinh" or "cosh".
+            heads: Number of query heads.
 
         Raises:
-            ValueError: there are numbers for another count of heads, or no length is known.
+            ValueError: There are numbers for another count of heads, or no length is known.
         """
         for name in ("mu", "tau", "slopes"):
             values = getattr(self, name)
@@ -124,11 +121,14 @@ class HypeConfig(MechanismConfig):
                     f"HypeConfig.{name} has {len(values)} numbers; allowed: one, or one for each of the "
                     f"{heads} query heads"
                 )
-        resolved: Any = self if self.mu is not None else self.for_model(None)
+        resolved: Any = self.for_model(None)
         mu = resolved.mu if resolved.mu is not None else 1.0 / resolved.max_length
-        mu = mu if isinstance(mu, tuple) else (float(mu),)
+        if not isinstance(mu, tuple):
+            mu = (float(mu),)
         if self.tau is not None:
-            return mu, self.tau if isinstance(self.tau, tuple) else (float(self.tau),)
+            tau = self.tau if isinstance(self.tau, tuple) else (float(self.tau),)
+            return mu, tau
+        # Without a tau, the slopes give it.
         slopes = alibi_slopes(heads) if self.slopes == "alibi" else self.slopes
         each = mu if len(mu) > 1 else mu * heads
         tau = tuple(STRETCH[form] * m / x for m, x in zip(slopes, each, strict=True))

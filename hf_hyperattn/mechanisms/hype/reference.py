@@ -1,11 +1,12 @@
-"""HyPE, hyperbolic positional encoding: the definition (arXiv 2310.19676; math in docs/hype.md).
+"""Define HyPE, the hyperbolic positional bias, as published (arXiv 2310.19676).
 
-With i the position of a query and j that of a key, and mu and tau per head, what is added to the logit of a pair is
+Here you learn the formula of the bias; docs/hype.md derives it. i is the position of a query, j the
+position of a key. Each head has its own μ and τ. The bias of a pair, which is added to its logit, is
 
     sinh, for causal attention:         τ · sinh(μ (j - i))              negative for the past
     cosh, for bidirectional attention:  -τ · (cosh(μ (i - j)) - 1)       negative on either side
 
-Near the query both are almost as straight, or as flat, as their first term: τμ (j - i) is ALiBi with slope τμ.
+For small distances, the sinh form is nearly τμ (j - i), which is ALiBi with slope τμ.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from ...geometry.scalars import at_least, at_most
 Form = Literal["sinh", "cosh"]
 FORMS = get_args(Form)
 
-#: |μ (j - i)| is cut here: the bias is then beyond 1e25 times τ, and stays finite in float32.
+#: Limit of |μ (j - i)|. The bias is then above 1e25 · τ, and still finite in float32.
 FARTHEST = 60.0
 
 
 def definition(
     query_positions: Tensor, key_positions: Tensor, mu: Tensor, tau: Tensor, form: str
 ) -> Tensor:
-    """The dense bias [B, H, N, M].
+    """Return the dense bias [B, H, N, M].
 
     Args:
-        query_positions: [B, 1, N], in the dtype to compute in.
-        key_positions: [B, 1, M].
-        mu, tau: [H] or [1].
+        query_positions: Positions [B, 1, N], in the dtype of the computation.
+        key_positions: Positions [B, 1, M], likewise.
+        mu, tau: Parameters [H] or [1].
         form: "sinh" or "cosh".
     """
-    mu, tau = mu[:, None, None], tau[:, None, None]
+    mu = mu[:, None, None]
+    tau = tau[:, None, None]
     x = mu * (key_positions[..., None, :] - query_positions[..., :, None])
     x = at_most(at_least(x, -FARTHEST), FARTHEST)
     if form == "sinh":
         return tau * torch.sinh(x)
-    return -2 * tau * torch.sinh(x / 2) ** 2  # cosh x - 1 without its cancellation near 0
+    # 1 - cosh x = -2 sinh²(x / 2), without the cancellation near 0.
+    return -2 * tau * torch.sinh(x / 2) ** 2

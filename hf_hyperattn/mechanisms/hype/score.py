@@ -1,23 +1,24 @@
-"""HyPE as a term of a score, and inside a host: mu and tau per query head, learned from their configured values."""
+"""Add HyPE to a score, and provide the HyPE layer of a patched model.
+
+Here you learn how the bias becomes one more term of any score, and how each head learns mu and tau.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...engines.score import PairScore, ScoreTerm
+from ...engines.score import TERMS, PairScore, ScoreTerm
 from ...readable import can_read
-from ..base import Host, HostCall, Plan
+from ..base import Host, HostCall, MechanismLayer, Plan
+from ..positions import read_positions, subtract_first
 from ..score_layer import ScoreLayer
-from .columns import factors, fits
+from .columns import are_sums_exact, make_factors
 from .config import HypeConfig
-from .positions import from_first, of_call
 from .reference import definition
-from .terms import COSH, SINH
 
 
 def with_hype(
@@ -29,26 +30,29 @@ def with_hype(
     reach: float | None,
     gate: Tensor | None = None,
 ) -> PairScore:
-    """The score with HyPE as one more term.
+    """Return the score with HyPE as one more term.
 
     Args:
-        score: any score.
-        positions: of queries [B|1, 1, N] and keys [B|1, 1, M], as they come.
-        mu, tau: [H] or [1], in the dtype to compute in.
+        score: Any score.
+        positions: Positions of queries [B|1, 1, N] and keys [B|1, 1, M].
+        mu, tau: Parameters [H] or [1], in the dtype of the computation.
         form: "sinh" or "cosh".
-        reach: the largest distance of two positions, where it is known without looking; None: no low-rank factors.
-        gate: [H], what the bias is multiplied with.
+        reach: Largest distance between two positions, if it is known without reading them. None: no
+            low-rank factors.
+        gate: Weight of the bias [H]. None (default): 1.
     """
-    (batch, heads, n, m), kv_heads = score.shape, score.kv_heads
-    queries, keys = from_first(*positions, mu.dtype)
-    low_rank, weight = None, tau if gate is None else tau * gate
-    if reach is not None and can_read(mu, weight) and fits(mu, weight, reach, form):
-        low_rank = partial(factors, queries, keys, mu, tau, form)
+    batch, heads, n, m = score.shape
+    queries, keys = subtract_first(*positions, mu.dtype)
+    arguments = queries, keys, mu, tau, form
+    weight = tau if gate is None else tau * gate
+    low_rank = None
+    if reach is not None and can_read(mu, weight) and are_sums_exact(mu, weight, reach, form):
+        low_rank = partial(make_factors, *arguments)
     term = ScoreTerm(
-        SINH if form == "sinh" else COSH,
-        partial(definition, queries, keys, mu, tau, form),
+        TERMS[f"hype_{form}"],
+        partial(definition, *arguments),
         row=(queries.expand(batch, heads, n),),
-        column=(keys.expand(batch, kv_heads, m),),
+        column=(keys.expand(batch, score.kv_heads, m),),
         head=(mu.expand(heads), tau.expand(heads)),
         gate=gate,
         low_rank_factors=low_rank,
@@ -57,14 +61,17 @@ def with_hype(
 
 
 class HypeLayer(ScoreLayer):
-    """Blend: S + g·bias with g = 0 at first. Replace: S + bias.
+    """HyPE in an attention layer with the score S.
 
-    Parameters, one number per query head, all zero at first: `gate` g (blend only), `log_mu` and `log_tau`, the
-    logarithms of mu and tau over their configured values. tau keeps its sign: a bias that rewards distance is not
-    reached by learning (in blend the gate may turn it round).
+    Blend computes S + g·bias, with g = 0 at the start. Replace computes S + bias.
+
+    Parameters, one number per query head, all zero at the start: `gate` g (blend only), `log_mu` and
+    `log_tau`. The latter are the logarithms of mu and tau over their configured values. Therefore
+    tau keeps its sign: no learned tau rewards distance. In blend, a negative gate does.
 
     Raises:
-        ValueError: the config has numbers for another count of heads, or neither it nor the model's says a length.
+        ValueError: The config has numbers for another count of heads, or neither it nor the model's
+            config has a length.
     """
 
     learned = ("mu", "tau")
@@ -75,34 +82,40 @@ class HypeLayer(ScoreLayer):
         self.host = host
         if host is not None:
             self.config = config.for_model(host.config)
-            self.config.start("sinh", host.heads)
+            self.config.compute_starts("sinh", host.heads)
 
-    def forward(self, plan: Plan) -> Plan:
-        return plan if self.idle() else self.change(plan)
+    # Not the forward of `ScoreLayer`: the bias is added to the score in both modes.
+    forward = MechanismLayer.forward
 
     def change(self, plan: Plan) -> Plan:
-        call, score = plan.call, plan.score
+        call = plan.call
         form = self.config.form or ("sinh" if call.is_causal else "cosh")
-        dtype = score.dtype
-        mu, tau = self.start(form, call, dtype)
-        gate = self.gate_heads(self.gate, call, dtype)
+        dtype = plan.score.dtype
+        mu, tau = self.compute_parameters(form, call, dtype)
         score = with_hype(
-            score, of_call(call, self.host), mu, tau, form, reach=call.key.shape[2], gate=gate
+            plan.score,
+            read_positions(call, self.host, "hype"),
+            mu=mu,
+            tau=tau,
+            form=form,
+            reach=call.key.shape[2],
+            gate=self.gate_heads(self.gate, call, dtype),
         )
         return replace(plan, score=score)
 
-    def start(self, form: str, call: HostCall, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """mu and tau as they stand, [H] or, where they are one number and not learned, [1]."""
-        rank, device = call.heads, call.query.device
-        starts = self.config.start(form, call.query.shape[1] if rank is None else rank.total)
-        if rank is not None:
-            starts = tuple(
-                x if len(x) == 1 else x[rank.first : rank.first + rank.count] for x in starts
-            )
-        starts = (torch.tensor(x, dtype=dtype, device=device) for x in starts)
-        logs: tuple[Any, Any] = self.log_mu, self.log_tau
+    def compute_parameters(
+        self, form: str, call: HostCall, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the current mu and tau, each [H], or [1] if it is one number and not learned.
+
+        Args:
+            form: "sinh" or "cosh".
+            call: Call of the attention layer.
+            dtype: Dtype of the tensors.
+        """
+        starts = self.config.compute_starts(form, call.total_heads)
         mu, tau = (
-            x if log is None else x * torch.exp(log.to(dtype))
-            for x, log in zip(starts, logs, strict=True)
+            self.compute_number(name, self.make_start(start, call, dtype), dtype)
+            for name, start in zip(self.learned, starts, strict=True)
         )
         return mu, tau

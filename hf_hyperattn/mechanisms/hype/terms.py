@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ...engines.score import Term, register_term
-from .reference import FARTHEST
+from .reference import FARTHEST, FORMS
 
 
 class Hype(Term):
@@ -53,4 +53,5 @@ class Hype(Term):
         return unit * tau, pull_back
 
 
-SINH, COSH = (register_term(Hype(form)) for form in ("sinh", "cosh"))
+for _form in FORMS:
+    register_term(Hype(_form))

@@ -1,4 +1,7 @@
-"""Configuration of hyperbolic-distance attention."""
+"""Define the configuration of hyperbolic-distance attention.
+
+Here you learn which settings exist, and which properties of attention they change.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ AGGREGATIONS = get_args(Aggregation)
 
 @dataclass(frozen=True)
 class HyperbolicConfig(MechanismConfig):
-    """Hyperbolic-distance attention (Hyperbolic Attention Networks, arXiv 1805.09786): logits from distances in the
-    Poincaré ball, values averaged by their Einstein midpoint.
+    """Configuration of hyperbolic-distance attention (arXiv 1805.09786).
+
+    Logits come from distances in the Poincaré ball. Values are averaged by their Einstein midpoint.
     """
 
     mechanism = "hyperbolic"
@@ -44,13 +48,18 @@ class HyperbolicConfig(MechanismConfig):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The midpoint changes how values are averaged, beside the score."""
-        return (
-            (*super().stages, "aggregation") if self.aggregation == "einstein" else super().stages
-        )
+        """The score stage. The midpoint also changes how values are averaged."""
+        stages = super().stages
+        return (*stages, "aggregation") if self.aggregation == "einstein" else stages
 
     @property
     def breaks(self) -> frozenset[str]:
-        """The squared Lorentz distance is a product of features; a midpoint is one of weights that are not negative."""
-        geodesic = {"linear_in_key"} if self.distance == "geodesic" else set()
-        return frozenset(geodesic | ({"any_weights"} if self.aggregation == "einstein" else set()))
+        """Properties that the settings remove for other mechanisms."""
+        broken = set()
+        # The squared Lorentz distance is a product of features, the geodesic distance is not.
+        if self.distance == "geodesic":
+            broken.add("linear_in_key")
+        # A midpoint has no meaning for negative weights.
+        if self.aggregation == "einstein":
+            broken.add("any_weights")
+        return frozenset(broken)

@@ -63,7 +63,7 @@ class MklLayer(MechanismLayer):
         column = None
         if self.config.kind == "global":
             row = head_weights(self.beta.to(score.dtype), self.heads)
-            row = row if plan.call.heads is None else plan.call.heads.slice_rank(row)
+            row = plan.call.slice_rank(row)
             score = scaled_score(score, row, options)
         else:
             row, column = compute_conditional_weights(
