@@ -30,6 +30,19 @@ from tests.covering import choose_covering  # noqa: E402
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 torch.set_num_threads(1)
 
+#: Folders and files with tests of what stands beside the package. They have the marker `repository`.
+REPOSITORY = {
+    "benchmarks",
+    "docs",
+    "faults",
+    "hub",
+    "recipes",
+    "test_address.py",
+    "test_contributing.py",
+    "test_packaging.py",
+    "test_readme.py",
+}
+
 # The same examples in every run, so that a red run says something about the change; `explore` seeks new ones.
 settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -51,7 +64,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Thin out grids of parameters, and skip GPU tests where there is no GPU, also when they are asked for."""
+    """Mark tests of the repository, thin out grids, and skip GPU tests where there is no GPU."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/").split("/")[0].split("::")[0] in REPOSITORY:
+            item.add_marker(pytest.mark.repository)
     if not config.getoption("--full-grids"):
         left = set(map(id, thin_out(items)))
         gone = [item for item in items if id(item) not in left]
