@@ -17,7 +17,9 @@ from pathlib import Path
 CAN_FORK = hasattr(os, "fork")
 SERVER = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
 if CAN_FORK:
-    SERVER.set_forkserver_preload(["hf_hyperattn", "transformers.models.llama.modeling_llama"])
+    SERVER.set_forkserver_preload(
+        ["hf_hyperattn", "transformers.models.llama.modeling_llama", "peft"]
+    )
 TIMEOUT = 240
 
 
@@ -32,10 +34,19 @@ def run_module(name: str, *arguments, cwd: Path) -> subprocess.CompletedProcess:
     Raises:
         TimeoutError: The program takes more than 240 seconds.
     """
-    line = [name, *map(str, arguments)]
+    return run_forked(be_module, [name, *map(str, arguments)], cwd)
+
+
+def run_code(code: str, *arguments, cwd: Path) -> subprocess.CompletedProcess:
+    """Run `python -c code arguments` in a forked process, as `run_module` runs a module."""
+    return run_forked(be_code, [code, *map(str, arguments)], cwd)
+
+
+def run_forked(program, line: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    """Run a function of a line in a forked process, with the working directory `cwd`."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = SERVER.Process(target=be_program, args=(line, str(cwd), str(out), str(err)))
+        process = SERVER.Process(target=program, args=(line, str(cwd), str(out), str(err)))
         process.start()
         process.join(TIMEOUT)
         if process.exitcode is None:
@@ -46,8 +57,23 @@ def run_module(name: str, *arguments, cwd: Path) -> subprocess.CompletedProcess:
         )
 
 
-def be_program(line: list[str], cwd: str, out: str, err: str) -> None:
-    """Become the program: its folder, its arguments, and its output in files."""
+def be_module(line: list[str], cwd: str, out: str, err: str) -> None:
+    """Become `python -m`."""
+    settle(cwd, out, err)
+    sys.argv = line
+    runpy.run_module(line[0], run_name="__main__", alter_sys=True)
+
+
+def be_code(line: list[str], cwd: str, out: str, err: str) -> None:
+    """Become `python -c`."""
+    settle(cwd, out, err)
+    code, *arguments = line
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+
+
+def settle(cwd: str, out: str, err: str) -> None:
+    """Send the output of this process to files, and move to its folder."""
     for number, path in ((1, out), (2, err)):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(handle, number)
@@ -55,6 +81,3 @@ def be_program(line: list[str], cwd: str, out: str, err: str) -> None:
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     os.chdir(cwd)
     sys.path.insert(0, cwd)
-    name, *arguments = line
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
