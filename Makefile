@@ -4,6 +4,7 @@
 #   make test VENV=/tmp/v           another place for the virtual environment
 #   make test CONSTRAINTS=          today's releases (in a new VENV), instead of those that constraints.txt pins
 #   make test WORKERS=8             more test processes
+#   make test ARGS=--full-grids     every combination of parameters, not only all pairs of values
 #   make recipe NAME=deit/cone  another recipe: recipes/deit/cone.yaml
 #   make test ARGS="-k cone -x"     options for pytest; ARGS goes to `hyperattn demo` likewise
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet \
 BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps -w dist .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test test-more test-tools test-docs test-lowest test-newest faults zoo \
+.PHONY: help demo recipe experiments evidence bench test test-repository test-more test-tools test-docs test-lowest test-newest faults zoo \
 	roads peers adapters lint types docs wheel plain-wheel release release-notes clean
 
 help:  ## show this list
@@ -43,11 +44,15 @@ evidence: $(VENV)/.evidence  ## the long experiments on one core, niced, resumab
 bench: $(VENV)/.bench  ## time and memory beside SDPA, resumable (ARGS="--full", "--base OLD.json", "--draw")
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-test: $(VENV)/.dev  ## run the tests
+test: $(VENV)/.dev  ## run the tests of the package
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+test-repository: $(VENV)/.dev  ## run the tests of recipes, model cards, docs, benchmarks, faults and packaging
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+		-m "repository and not slow and not gpu and not network and not tools and not docs" $(ARGS)
+
 # Slow tests of what needs other programs are left to whoever changes it (all of Triton's kernels, compiled: an hour).
-test-more: $(VENV)/.more  ## run what `make test` leaves out: slow tests, and those that need other programs
+test-more: $(VENV)/.more  ## run slow tests, and those that need other programs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "(slow or extras) and not (slow and extras)" $(ARGS)
 
 test-tools: $(VENV)/.tools  ## run patched models under lm-eval, `transformers serve` and `chat`, ExecuTorch, quantised caches

@@ -19,6 +19,7 @@ from hf_hyperattn.mechanisms.sparse import (
     VerticalSlash,
     Window,
 )
+from tests.covering import choose_covering
 
 #: One number for each head, which the gradients of some scores go through.
 BY_HEAD = torch.tensor([0.5, 1.5], dtype=torch.float32)
@@ -62,12 +63,9 @@ CALLS = [
 ]
 
 
-SETTINGS = [
-    torch.float64,
-    torch.bfloat16,
-    "meta",
-    pytest.param(torch.float16, marks=pytest.mark.slow),
-]
+SETTINGS = (torch.float64, torch.bfloat16, torch.float16, "meta")
+#: Every function meets every engine that it has, and both meet every default.
+CASES = choose_covering([(*call, setting) for call in CALLS for setting in SETTINGS], tuple)
 
 
 @contextlib.contextmanager
@@ -100,12 +98,7 @@ def compute_all(call, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [out.detach(), again, *gradients]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), "meta"],
-    ids=str,
-)
-@pytest.mark.parametrize("name, backend", CALLS)
+@pytest.mark.parametrize("name, backend, setting", CASES, ids=str)
 def test_functions_do_not_depend_on_defaults(name, backend, setting):
     call = FUNCTIONS[name] if name.startswith("hsa") else partial(FUNCTIONS[name], backend=backend)
     lengths = [(90, 90)] if name.startswith(("hsa", "sparse")) else [(90, 90), (2, 600)]

@@ -82,7 +82,7 @@ def test_minus_ten_thousand_hides_in_every_dtype(dtype):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@examples(36)
+@examples(24)
 @given(data=st.data())
 def test_functions_give_what_their_definition_gives(name, data):
     case = data.draw(draw_cases(FUNCTIONS[name]), "case")
@@ -104,7 +104,7 @@ def test_functions_give_what_their_definition_gives(name, data):
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@examples(20)
+@examples(12)
 @given(data=st.data())
 def test_calls_give_what_the_text_alone_gives(mechanism, data):
     """Padding, masks, chunks, caches, beams and a second conversation in turn change nothing."""
@@ -115,7 +115,7 @@ def test_calls_give_what_the_text_alone_gives(mechanism, data):
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@examples(10)
+@examples(8)
 @given(data=st.data())
 def test_packed_texts_give_what_each_alone_gives(mechanism, data):
     talk = data.draw(draw_packed_talks(), "talk")

@@ -137,6 +137,7 @@ def test_workflows_call_make_targets():
         "lint",
         "types",
         "test",
+        "test-repository",
         "test-lowest",
         "test-docs",
         "test-more",

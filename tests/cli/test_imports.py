@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from hyperattn_cli import COMMANDS, WITHOUT_MODELS, main
+from tests.forking import run_module
 
 from . import tiny
 
@@ -70,8 +71,7 @@ def place(tmp_path_factory):
 
 def run(place, *arguments) -> subprocess.CompletedProcess:
     """The command in a process of its own, in that folder."""
-    line = [sys.executable, "-m", "hf_hyperattn.cli", *map(str, arguments)]
-    return subprocess.run(line, cwd=place, capture_output=True, text=True)
+    return run_module("hf_hyperattn.cli", *arguments, cwd=place)
 
 
 def lines_of(model: str) -> dict[str, list[str]]:

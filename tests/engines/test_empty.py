@@ -3,8 +3,6 @@
 The calls are made in a process of their own, since a division by zero in a kernel ends the process.
 """
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 
 from hf_hyperattn import functional as F
 from hf_hyperattn.mechanisms.sparse import Pages, Window
+from tests.forking import run_code
 
 ROOT = Path(__file__).parents[2]
 KEY = dict(hierarchy=(4, 16), tying="key", near=4, refine_top_k=2)
@@ -82,7 +81,7 @@ def check_calls(call) -> None:
 def test_empty_calls():
     """All functions, each named before its calls; a new process, since threads of this one do not survive a fork."""
     code = "from tests.engines.test_empty import check_all; check_all()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_code(code, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,10 +1,13 @@
 """One of two processes that share a model: python -m tests.integration.parallel RANK FOLDER.
 
-FOLDER/start/CASE holds a patched checkpoint for every case of FOLDER/cases.json. The processes load it cut apart by
-tensor parallelism, save that to FOLDER/tp/CASE, load this under FSDP2, save that to FOLDER/fsdp2/CASE, and load this
-for DDP. Rank 0 writes FOLDER/results.pt: by (layout, case) the loss's gradients and, but for data that is shared out,
-the logits; by ("patched", case) the logits of a stock model that was patched after it was cut; by ("other", what) those
-of other models; by ("refused", what) the error.
+FOLDER/start/CASE holds a patched checkpoint for every case. FOLDER/cells.json lists layouts with cases. For each of
+them the processes load the checkpoint under tensor parallelism, FSDP2 or DDP, compute, and save it to
+FOLDER/LAYOUT/CASE (not DDP). Rank 0 writes FOLDER/results.pt:
+
+- by (layout, case): the loss's gradients, and the logits (of the rank's own rows if data is shared out),
+- by ("patched", case): the logits of a stock model that was patched after it was cut,
+- by ("other", what): the logits of other models,
+- by ("refused", what): the error.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from transformers.distributed import DistributedConfig
 import hf_hyperattn as ha
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 
+from ..covering import choose_covering
 from .models import TEXT
 
 WORLD = 2
@@ -95,6 +99,10 @@ PATCHES = {
 CASES = [
     (family, name) for name in PATCHES for family in FAMILIES if PATCHES[name](family) is not None
 ]
+LAYOUTS = ("tp", "fsdp2", "ddp")
+#: Layout, family and patch: all that there are, and those of the tests, in which every two of them meet.
+ALL_CELLS = [(layout, *case) for case in CASES for layout in LAYOUTS]
+CELLS = choose_covering(ALL_CELLS, tuple)
 AFTERWARDS = [("llama", "cone"), ("llama", "talking_heads"), ("qwen3", "head_fusion")]
 
 
@@ -172,20 +180,17 @@ def error_of(function) -> str:
     return ""
 
 
-def one_case(case, folder: Path, rank: int) -> dict:
-    results, source = {}, "start"
-    for kind in ("tp", "fsdp2"):
-        model = AUTO[case[0]].from_pretrained(
-            path(folder, source, case), distributed_config=layout(kind, case[0])
-        )
-        results[(kind, *case)] = results_of(model, batch() if kind == "tp" else half(rank))
-        model.zero_grad()
-        model.save_pretrained(path(folder, kind, case))
-        dist.barrier()
-        source = kind
-    model = AUTO[case[0]].from_pretrained(path(folder, source, case))
-    results[("ddp", *case)] = results_of(DistributedDataParallel(model), half(rank))
-    return results
+def one_cell(kind: str, case, folder: Path, rank: int) -> dict:
+    """Load a case in a layout, compute, and save it from there."""
+    load, source = AUTO[case[0]].from_pretrained, path(folder, "start", case)
+    if kind == "ddp":
+        return results_of(DistributedDataParallel(load(source)), half(rank))
+    model = load(source, distributed_config=layout(kind, case[0]))
+    found = results_of(model, batch() if kind == "tp" else half(rank))
+    model.zero_grad()
+    model.save_pretrained(path(folder, kind, case))
+    dist.barrier()
+    return found
 
 
 def patched_afterwards(case, folder: Path) -> Tensor:
@@ -265,8 +270,8 @@ def main(rank: int, folder: Path) -> None:
         timeout=timedelta(minutes=5),
     )
     results = {}
-    for case in map(tuple, json.loads((folder / "cases.json").read_text())):
-        results |= one_case(case, folder, rank)
+    for kind, *case in json.loads((folder / "cells.json").read_text()):
+        results[(kind, *case)] = one_cell(kind, tuple(case), folder, rank)
     results |= {("patched", *case): patched_afterwards(case, folder) for case in AFTERWARDS}
     results |= others(folder)
     results |= {("refused", what): error for what, error in refusals(folder).items()}

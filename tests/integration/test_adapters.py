@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_hyperattn as ha
 
+from ..forking import run_code
 from ..oracles.marks import native_adapters, native_or_not
 from .lessons import added, llama, logits, next_character, patched
 
@@ -178,15 +179,15 @@ torch.save(found, place / "found")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", LOADERS)
-def test_every_method_by_every_loader_in_a_fresh_process(how, tmp_path):
-    """The base is published patched; LoRA and its kin are in adapters that carry the patch."""
-    base().save_pretrained(tmp_path / "base")
-    torch.save(next_character()["input_ids"], tmp_path / "ids")
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder with a patched base and an adapter of every method; and the logits of each adapter."""
+    place = tmp_path_factory.mktemp("adapters")
+    base().save_pretrained(place / "base")
+    torch.save(next_character()["input_ids"], place / "ids")
     trained = {}
     for name, method in METHODS.items():
-        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        model = hf.AutoModelForCausalLM.from_pretrained(place / "base")
         if method.config is LoraConfig:
             config = ha.lora_config(model, **method.options)
         else:
@@ -195,15 +196,21 @@ def test_every_method_by_every_loader_in_a_fresh_process(how, tmp_path):
             )
         model = get_peft_model(model, config)
         step(model)
-        model.save_pretrained(tmp_path / "adapters" / name)
+        model.save_pretrained(place / "adapters" / name)
         trained[name] = said(model)
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, LOADERS[how], tmp_path], capture_output=True, text=True
-    )
+    return place, trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LOADERS)
+def test_every_method_by_every_loader_in_a_fresh_process(how, published):
+    """The base is published patched; LoRA and its kin are in adapters that carry the patch."""
+    place, trained = published
+    ran = run_code(PROGRAM, LOADERS[how], place, cwd=Path(__file__).parents[2])
     assert ran.returncode == 0, ran.stderr[-2000:]
-    found = torch.load(tmp_path / "found")
+    found = torch.load(place / "found")
     for name, expected in trained.items():
-        answer = found[str(tmp_path / "adapters" / name)]
+        answer = found[str(place / "adapters" / name)]
         refused = how in ("AutoModel", "pipeline") and METHODS[name].native == "refused"
         assert ("does not support" in answer) if refused else gap(answer, expected) <= 1e-6, (
             name,

@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_hyperattn as ha
 from hf_hyperattn.mechanisms.sparse import Pages
+from tests.covering import choose_covering
 from tests.integration.models import FAMILIES, State, difference, perturb, run
 from tests.integration.test_families import generate
 
@@ -56,13 +57,10 @@ CLASHING = [(family, pair) for family, pair in KNOWN if not allowed(pair, family
 label = lambda value: value if isinstance(value, str) else " + ".join(value)
 
 
-def some(pairs, every=3):
-    """Every third pair in every run, the others with the slow tests."""
-    cases = [
-        pytest.param(*pair, marks=[pytest.mark.slow] if i % every else [])
-        for i, pair in enumerate(pairs)
-    ]
-    return pytest.mark.parametrize("family, pair", cases, ids=label)
+def some(cases):
+    """Cases in which every pair of mechanisms meets, and every mechanism every family."""
+    chosen = choose_covering(cases, lambda case: (case[0], *case[1]))
+    return pytest.mark.parametrize("family, pair", chosen, ids=label)
 
 
 def test_every_mechanism_is_here():
@@ -86,7 +84,7 @@ def test_a_pair_without_meaning_is_refused_and_named(family, pair):
     assert not State(model).differences(before)
 
 
-@some(MEANT, every=2)
+@some(MEANT)
 def test_a_pair_is_one_patch(family, pair, tmp_path):
     stock, inputs = (make() for make in FAMILIES[family])
     start = run(stock, inputs)

@@ -24,7 +24,7 @@ CASES = [("llama", name) for name in ("cone and hype, some heads", "hsa", "trili
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepspeed")
-    write(folder)
+    write(folder, [])
     (folder / "cases.json").write_text(json.dumps(CASES))
     start("tests.integration.deepspeed_zero", folder)
     return folder, torch.load(folder / "results.pt")

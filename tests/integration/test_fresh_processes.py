@@ -87,7 +87,7 @@ def work(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_three_fresh_processes_agree_bit_for_bit(tmp_path):
+def test_fresh_processes_agree_bit_for_bit(tmp_path):
     if cpu.library.core() is None:
         pytest.skip("no C++ compiler")
     for n, (make, config) in enumerate(MODELS.values()):
@@ -96,7 +96,7 @@ def test_three_fresh_processes_agree_bit_for_bit(tmp_path):
         perturb(model)
         model.save_pretrained(tmp_path / str(n))
     said = []
-    for byte in ("0", "85", "170"):
+    for byte in ("85", "170"):  # all bits differ
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "MALLOC_PERTURB_": byte,

@@ -25,6 +25,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import hf_hyperattn as ha
 
+from ..forking import run_code
 from ..oracles.marks import native_adapters, native_or_not
 from .lessons import LESSONS, logits
 
@@ -173,17 +174,16 @@ PROGRAM = """
 import sys, torch, transformers
 from transformers import AutoModelForCausalLM, pipeline
 from peft import AutoPeftModelForCausalLM, PeftModel
-base, adapter, out, plugin, load = sys.argv[1:]
-if plugin:
-    import hf_hyperattn
-try:
-    model = eval(load)
-except Exception as error:
-    print(type(error).__name__, error)
-else:
-    with torch.no_grad():
-        torch.save(model.eval()(torch.load(out + ".ids")).logits, out)
-    print("loaded")
+base, adapter, out, *loads = sys.argv[1:]
+for load in loads:
+    try:
+        model = eval(load)
+    except Exception as error:
+        print(type(error).__name__, error)
+    else:
+        with torch.no_grad():
+            torch.save(model.eval()(torch.load(out + ".ids")).logits, out)
+        print("loaded")
 """
 
 
@@ -202,39 +202,34 @@ def tokenizer():
     return words()
 
 
-def in_a_fresh_process(load: str, model, folders, tmp_path, plugin: bool) -> str:
+def write_for_a_process(model, folders, tmp_path) -> list[str]:
+    """Write the adapter, and what a process reads beside it; return the arguments of PROGRAM."""
     model.save_pretrained(tmp_path / "adapter")
     words().save_pretrained(folders["llama"])
     torch.save(LESSONS["llama"][1]()["input_ids"], tmp_path / "out.ids")
-    arguments = [
-        str(folders["llama"]),
-        str(tmp_path / "adapter"),
-        str(tmp_path / "out"),
-        "1" if plugin else "",
-        load,
-    ]
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return ran.stdout.splitlines()[-1]
+    return [str(folders["llama"]), str(tmp_path / "adapter"), str(tmp_path / "out")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", LOADERS)
 def test_every_loader_patches_the_base_in_a_fresh_process(how, stock, folders, tmp_path):
     model = adapted(stock(), "cone", "head_fusion")
-    assert in_a_fresh_process(LOADERS[how], model, folders, tmp_path, plugin=True) == "loaded"
+    arguments = write_for_a_process(model, folders, tmp_path)
+    ran = run_code("import hf_hyperattn" + PROGRAM, *arguments, LOADERS[how], cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.splitlines()[-1] == "loaded"
     assert gap(torch.load(tmp_path / "out"), said(model)) <= 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["PeftModel", "AutoPeftModel", "AutoModel"])
-def test_without_the_plugin_every_loader_refuses_by_our_name(how, stock, folders, tmp_path):
-    said = in_a_fresh_process(
-        LOADERS[how], adapted(stock(), "cone"), folders, tmp_path, plugin=False
-    )
-    assert said == "KeyError 'HF_HYPERATTN'"
+def test_without_the_plugin_every_loader_refuses_by_our_name(stock, folders, tmp_path):
+    """One new process, which does not import the plugin, tries all loaders."""
+    arguments = write_for_a_process(adapted(stock(), "cone"), folders, tmp_path)
+    loads = [LOADERS[how] for how in ("PeftModel", "AutoPeftModel", "AutoModel")]
+    line = [sys.executable, "-c", PROGRAM, *arguments, *loads]
+    ran = subprocess.run(line, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.splitlines()[-3:] == ["KeyError 'HF_HYPERATTN'"] * 3
 
 
 @pytest.mark.parametrize("options", [dict(r=0), dict(target_modules=[])], ids=["r=0", "no targets"])

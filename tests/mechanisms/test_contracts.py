@@ -6,6 +6,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 from hf_hyperattn.registry import MECHANISMS
 from hf_hyperattn.testing import mechanism_checks
+from tests.covering import choose_covering
 
 CONFIGS = {
     "cone": [ha.ConeConfig(), ha.ConeConfig(variant="penumbral", squared=False)],
@@ -57,33 +58,38 @@ CHECKS = [
     for name, configs in CONFIGS.items()
     for check in mechanism_checks(name, *configs, refuses=REFUSES.get(name))
 ]
-#: What differs by family is tried in all of them at once.
-BY_FAMILY = ("identity", "cached", "padding")
-#: Stages that take the same way in either mode.
-MODELESS = ("mixing", "fusion")
+#: Contracts that depend most on the family. The slow tests try every config of them in every family.
+BY_FAMILY = ("identity", "cached", "padding", "reload", "by_name")
 
 
-def is_quick(check) -> bool:
-    """Whether every run does it; the rest, and what takes long, is with the slow tests."""
-    if check.contract in ("cached", "padding") and check.family == "llama":
-        return False  # tests/test_masks_and_calls.py draws these
-    is_first = (check.mode, check.config) == ("blend", CONFIGS[check.config.mechanism][0])
-    if check.contract == "compiled":
-        return is_first and check.family == "llama" and check.config.mechanism == "cone"
-    if check.contract in ("composition", "engines"):
-        return is_first and check.family == "llama"
-    if (
-        check.config.mechanism == "sparse"
-    ):  # blended, it is what it is in place of the host's attention, and a gate
-        return check.family in ("llama", "bert") and check.mode == "replace" and not check.refusal
-    if check.contract in BY_FAMILY and check.mode == "blend":
-        return True
-    again = check.mode == "replace" and MECHANISMS[check.config.mechanism].stage in MODELESS
-    if check.contract == "adapter":
-        return is_first
-    return check.family in ("llama", "bert") and (
-        not again or check.contract in ("identity", "reversal", "reload")
-    )
+def read_values(check) -> tuple:
+    """Return the values of a check that must meet in pairs."""
+    return check.contract, str(check.config), check.mode, check.family
+
+
+def read_setting(check) -> tuple:
+    """Return the values that must meet in triples, with the mode left out."""
+    return check.contract, str(check.config), check.family
+
+
+def split_checks() -> tuple[list, list]:
+    """Return the checks of every run, and those of the slow tests.
+
+    Every contract meets every config, family and mode, and every config meets every family, in a check that is not
+    refused. Refusals are covered by themselves. Compiling takes seconds: one check is quick, the others are slow.
+    """
+    held = [check for check in CHECKS if not check.refusal]
+    refused = [check for check in CHECKS if check.refusal]
+    compiled = [check for check in held if check.contract == "compiled"]
+    plain = [check for check in held if check.contract != "compiled"]
+    quick = choose_covering(plain, read_values) + choose_covering(refused, read_values)
+    by_family = [check for check in plain if check.contract in BY_FAMILY]
+    slow = choose_covering(by_family, read_setting, strength=3, covered=quick)
+    first, *others = choose_covering(compiled, read_values, covered=quick)
+    return [*quick, first], [*slow, *others]
+
+
+QUICK, SLOW = split_checks()
 
 
 def test_every_mechanism_is_here():
@@ -92,7 +98,7 @@ def test_every_mechanism_is_here():
 
 @pytest.mark.parametrize(
     "check",
-    [c if is_quick(c) else pytest.param(c, marks=pytest.mark.slow) for c in CHECKS],
+    [*QUICK, *(pytest.param(check, marks=pytest.mark.slow) for check in SLOW)],
     ids=str,
 )
 def test_contract(check):
