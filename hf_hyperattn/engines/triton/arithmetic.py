@@ -108,7 +108,8 @@ def sinh(x):
 def cosh(x):
     """Return cosh(x)."""
     e = exp(tl.abs(x))
-    return 0.5 * e + 0.5 / e
+    # The same quotient as in `sinh`, so that the compiler computes it once for both.
+    return 0.5 * (e + 1 / e)
 
 
 @triton.jit
