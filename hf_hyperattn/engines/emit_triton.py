@@ -34,7 +34,7 @@ EXPRESSIONS = {
     "add": "{} + {}",
     "sub": "{} - {}",
     "mul": "{} * {}",
-    "div": "{} / {}",
+    "div": "divide({}, {})",
     "neg": "-{}",
     "lt": "{} < {}",
     "le": "{} <= {}",
@@ -500,7 +500,203 @@ def compute_slopes(traced: Traced) -> dict[Node, Node]:
     one, zero = traced.graph.add_number(1), traced.graph.add_number(0)
     # Not masked: Triton kernels take all gradients through the product form.
     slopes, _ = traced.through_logit(one, masked=False)
+    sorter = CaseSorter(slopes.values())
+    slopes = {leaf: sorter.sort(slope) for leaf, slope in slopes.items()}
     return {leaf: slope for leaf, slope in slopes.items() if slope is not zero}
+
+
+class CaseSorter:
+    """Rewrites values so that each is a choice by plain comparisons, one inside the other.
+
+    The derivative of a choice leaves masks that are unions and intersections of others, and choices
+    with 0 that are added up. On a GPU few truth values fit in registers, and packing them costs more
+    than the choices.
+
+    Args:
+        nodes: The values.
+    """
+
+    #: Values with more conditions stay as they are: cases double with each condition.
+    MOST = 5
+
+    def __init__(self, nodes: Iterable[Node]):
+        self.memory: dict[tuple[Node, frozenset], Node] = {}
+        choices = [n for n in sort_ancestors(nodes) if n.op == "where" and not is_extreme(n)]
+        masks = [choice.args[0] for choice in choices]
+        #: Unions and intersections whose comparisons occur nowhere else: they stay whole.
+        self.units: set[Node] = set()
+        # Users come first, so the largest ones are found first.
+        for mask in sort_ancestors(masks):
+            if mask.op in ("and", "or"):
+                others = set().union(*(self.list_conditions(m, mask) for m in masks))
+                if not others & self.list_conditions(mask):
+                    self.units.add(mask)
+        counts: dict[Node, int] = {}
+        for mask in masks:
+            for condition in self.list_conditions(mask):
+                counts[condition] = counts.get(condition, 0) + 1
+        #: Conditions that several choices depend on.
+        self.shared = {condition for condition, count in counts.items() if count > 1}
+
+    def list_conditions(self, mask: Node, without: Node | None = None) -> set[Node]:
+        """Return the comparisons and units that a mask is made of, those of `without` left out."""
+        if mask is without:
+            return set()
+        if mask.op in ("and", "or", "not") and mask not in self.units:
+            return set().union(*(self.list_conditions(a, without) for a in mask.args))
+        return {mask}
+
+    def sort(self, node: Node, known: dict[Node, bool] | None = None) -> Node:
+        """Return a value as choices, for conditions that are known already."""
+        known = known or {}
+        node = self.resolve(node, known)
+        counts: dict[Node, int] = {}
+        for other in sort_ancestors([node]):
+            if other.op == "where" and not is_extreme(other):
+                for condition in self.list_conditions(other.args[0]):
+                    if condition in self.shared and decide(condition, known) is None:
+                        counts[condition] = counts.get(condition, 0) + 1
+        if not counts or (not known and len(counts) > self.MOST):
+            return node
+        # The condition that most choices depend on goes first.
+        condition = max(counts, key=lambda c: (counts[c], -c.order))
+        cases = (self.sort(node, known | {condition: truth}) for truth in (True, False))
+        return choose(condition, *cases)
+
+    def resolve(self, node: Node, known: dict[Node, bool]) -> Node:
+        """Return a value without the choices that known conditions decide."""
+        key = node, frozenset(known.items())
+        if key not in self.memory:
+            self.memory[key] = self._resolve_new(node, known)
+        return self.memory[key]
+
+    def _resolve_new(self, node: Node, known: dict[Node, bool]) -> Node:
+        if node.is_mask or not node.args or is_extreme(node):
+            return node
+        if node.op == "detach":
+            # Nothing is differentiated any more. Without it, equal values become one node.
+            return self.resolve(node.args[0], known)
+        if node.op == "where":
+            truth = decide(node.args[0], known)
+            if truth is not None:
+                return self.resolve(node.args[1 if truth else 2], known)
+        arguments = [a if a.is_mask else self.resolve(a, known) for a in node.args]
+        if all(new is old for new, old in zip(arguments, node.args, strict=True)):
+            return node
+        return node.graph.add_node(node.op, *arguments)
+
+
+def is_extreme(node: Node) -> bool:
+    """Return whether a choice is the larger or the smaller of two numbers."""
+    condition, *branches = node.args
+    return condition.op in ("lt", "le") and set(branches) == set(condition.args)
+
+
+def choose(condition: Node, chosen: Node, other: Node) -> Node:
+    """Return the node of a choice; what both branches have in common stands outside.
+
+    Several slopes are then the same choice, times different factors or plus different numbers.
+    """
+    if chosen is other:
+        return chosen
+    graph = condition.graph
+    zero = graph.add_number(0)
+    for common in list_summands(chosen):
+        if common in list_summands(other) and common is not zero:
+            rests = (subtract_summand(branch, common) for branch in (chosen, other))
+            return common + choose(condition, *rests)
+    products = [split_product(branch) for branch in (chosen, other) if branch is not zero]
+    # A 0 has every factor.
+    shared = [f for f in products[0].factors if all(f in p.factors for p in products)]
+    number = products[0].number
+    rests = (zero if b is zero else divide_product(b, shared, number) for b in (chosen, other))
+    return multiply_factors(graph.add_node("where", condition, *rests), number, shared)
+
+
+def list_summands(node: Node) -> tuple[Node, ...]:
+    """Return the two summands of a sum, or the node itself."""
+    return node.args if node.op == "add" else (node,)
+
+
+def subtract_summand(node: Node, summand: Node) -> Node:
+    """Return a node without one of its summands."""
+    if node is summand:
+        return node.graph.add_number(0)
+    first, second = node.args
+    return second if first is summand else first
+
+
+class Product(NamedTuple):
+    """A number, different leaves and the rest, whose product a node is."""
+
+    number: float
+    factors: tuple[Node, ...]
+    rest: Node
+
+
+def split_product(node: Node) -> Product:
+    """Return the factors of a node; a leaf that stands there twice is a factor once."""
+    one = node.graph.add_number(1)
+    if node.op == "number":
+        return Product(node.value, (), one)
+    if node.op in LEAVES:
+        return Product(1.0, (node,), one)
+    if node.op == "neg":
+        inner = split_product(node.args[0])
+        return inner._replace(number=-inner.number)
+    if node.op != "mul":
+        return Product(1.0, (), node)
+    a, b = map(split_product, node.args)
+    rest = a.rest * b.rest
+    for factor in b.factors:
+        if factor in a.factors:
+            rest = rest * factor
+    factors = (*a.factors, *(f for f in b.factors if f not in a.factors))
+    return Product(a.number * b.number, factors, rest)
+
+
+def divide_product(node: Node, factors: Sequence[Node], number: float) -> Node:
+    """Return a product without some of its factors and divided by a number."""
+    product = split_product(node)
+    others = [f for f in product.factors if f not in factors]
+    return multiply_factors(product.rest, product.number / number, others)
+
+
+def multiply_factors(node: Node, number: float, factors: Iterable[Node]) -> Node:
+    """Return a node times a number and leaves: first those of a row, then those of a column.
+
+    Their products are then computed once for each line.
+    """
+    product, one = node, node.graph.add_number(1)
+    kinds = (("head", "row"), ("column",), ("dot", "squared_distance"))
+    for place, kind in enumerate(kinds):
+        scale = one if place else node.graph.add_number(number)
+        for factor in sorted((f for f in factors if f.op in kind), key=lambda f: f.order):
+            scale = scale * factor
+        product = product * scale
+    return product
+
+
+def decide(mask: Node, known: dict[Node, bool]) -> bool | None:
+    """Return whether a mask is true, as far as known conditions tell; None if they do not."""
+    if mask in known:
+        return known[mask]
+    if mask.op == "not":
+        truth = decide(mask.args[0], known)
+        return None if truth is None else not truth
+    if mask.op in ("and", "or"):
+        truths = [decide(a, known) for a in mask.args]
+        absorbing = mask.op == "or"
+        if absorbing in truths:
+            return absorbing
+        return None if None in truths else not absorbing
+    if mask.op == "le" and mask.args[1].op == "number":
+        # max(x, c) <= y is false if c is larger than y.
+        low, high = mask.args
+        bounds = [a.value for a in low.args[1:] if a.op == "number"] if low.op == "where" else []
+        if bounds and is_extreme(low) and low.args[0].args[0] is low.args[2]:
+            return False if bounds[0] > high.value else None
+    return None
 
 
 def write_slopes(writer: TritonWriter, traced: Traced, places: Sequence[Sequence[int]]) -> str:
