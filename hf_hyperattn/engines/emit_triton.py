@@ -606,6 +606,9 @@ def choose(condition: Node, chosen: Node, other: Node) -> Node:
             rests = (subtract_summand(branch, common) for branch in (chosen, other))
             return common + choose(condition, *rests)
     products = [split_product(branch) for branch in (chosen, other) if branch is not zero]
+    # 0 times infinity would be NaN.
+    if not all(0 < abs(p.number) < float("inf") for p in products):
+        return graph.add_node("where", condition, chosen, other)
     # A 0 has every factor.
     shared = [f for f in products[0].factors if all(f in p.factors for p in products)]
     number = products[0].number
