@@ -152,6 +152,46 @@ def loses_digits(
     return squared_distance < squared_lengths * share
 
 
+class SeparableTerm(Term):
+    """A term of two positions that is a short sum of products.
+
+    Its only statistics are a position of the row and one of the column. They have no gradient, and
+    only their difference matters. With positions counted from an anchor, the logits are
+
+        sum over c of split_row(..)[c] · split_column(..)[c]
+
+    Kernels choose an anchor for each block of rows or columns. They multiply and add for each pair,
+    and compute the numbers of a side once for each line. All methods are plain arithmetic (see
+    `Term`).
+    """
+
+    rows = columns = 1
+
+    def split_row(self, offset: Tensor, head: Sequence[Tensor]) -> Sequence[Tensor | float]:
+        """Return one number of a row for each product.
+
+        Args:
+            offset: The row's position, counted from the anchor.
+            head: Parameters of the term.
+        """
+        raise NotImplementedError
+
+    def split_column(self, offset: Tensor, head: Sequence[Tensor]) -> Sequence[Tensor | float]:
+        """Return one number of a column for each product. A constant number stands first.
+
+        The arguments are as in `split_row`.
+        """
+        raise NotImplementedError
+
+    def split_margins(self, offset: Tensor, head: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return two numbers that tell how far the products are exact at an offset from the anchor.
+
+        The first holds for the side that the anchor was chosen for, the second for the other side.
+        If one is negative for any line of a block, the kernel computes the block pair by pair.
+        """
+        raise NotImplementedError
+
+
 class DistanceTerm(Term):
     """A term that reads |query_factor · q - key_factor · k|².
 

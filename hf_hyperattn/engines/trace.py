@@ -547,6 +547,12 @@ def _split_at_ties(v: Node, a: Node, b: Node) -> tuple:
     return (~(a < b), shared), (~(b < a), shared)
 
 
+def _add_slope_of_sinh(n: Node, a: Node) -> Node:
+    """Return cosh(a) for n = sinh(a): the term's own node if it has one, else from n."""
+    known = n.graph.nodes.get(("cosh", (a,), 0.0))
+    return n.graph.add_node("cosh_of_sinh", n) if known is None else known
+
+
 #: Derivatives by operation: functions from an adjoint v, the node n and its arguments to one result
 #: per argument. A result is None (no gradient), an adjoint, or (mask, adjoint). Masks are negated
 #: comparisons, which are True for NaN: the gradient of NaN is then NaN too.
@@ -562,7 +568,7 @@ DERIVATIVES: dict[str, Callable[..., tuple]] = {
     "log": lambda v, n, a: (v / a,),
     "log1p": lambda v, n, a: (v / (a + 1.0),),
     "expm1": lambda v, n, a: (v * (n + 1.0),),
-    "sinh": lambda v, n, a: (v * n.graph.add_node("cosh_of_sinh", n),),
+    "sinh": lambda v, n, a: (v * _add_slope_of_sinh(n, a),),
     "cosh": lambda v, n, a: (v * n.graph.add_node("sinh", a),),
     "cosh_of_sinh": lambda v, n, a: (v * a / n,),
     "tanh": lambda v, n, a: (v * (n.graph.add_number(1) - n * n),),

@@ -347,6 +347,34 @@ def test_hype_far_beyond_the_polynomial(device, form):
     check(score, q, k, v, Options(is_causal=form == "sinh"), tolerance=3.0)
 
 
+POSITIONS = {
+    # Slope 1/2 a token, far from 0, as a long prompt has it: all blocks as products.
+    "long": (lambda n: 200_000.0 + torch.arange(n), 1 / 8192, 4096.0),
+    # Blocks that are too wide for products, after others that are not.
+    "a jump": (lambda n: torch.arange(n) + 9000.0 * (torch.arange(n) > n // 2 + 5), 1 / 2048, 30.0),
+    # Keys beyond the distance at which the bias is cut.
+    "beyond the cut": (lambda n: 1.0 * torch.arange(n) ** 2, 1 / 20, 1e-20),
+    "in any order": (lambda n: (torch.arange(n) * 7.0) % n, 1 / 200, 2.0),
+}
+
+
+@devices
+@pytest.mark.parametrize("form", ["sinh", "cosh"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_hype_at_any_position(device, name, form):
+    """As products of a row's and a key's numbers, or pair by pair where these lose digits."""
+    make, mu, tau = POSITIONS[name]
+    places = make(80).to(device, torch.float64)[None, None]
+
+    def score(q, k, t):
+        mus, taus = t["gamma"] * mu, t["radius"] * tau
+        positions = (places[..., -q.shape[2] :], places)
+        return with_hype(dot_score(q, k, SCALE), positions, mus, taus, form, None, t["gate"] * 2)
+
+    q, k, v = inputs(device, n=70, m=80)
+    check(score, q, k, v, Options(is_causal=form == "sinh", offset=10))
+
+
 def dropped(device, q, k, t, p, v):
     torch.manual_seed(7)
     return attention(SCORES["umbral"](q, k, t), v, Options(dropout_p=p), backend="triton")[0]

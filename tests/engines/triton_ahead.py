@@ -146,13 +146,15 @@ def call(
 
 
 @contextmanager
-def compiling(monkeypatch, capabilities, every=True):
+def compiling(monkeypatch, capabilities, every=True, careful=True):
     """Within, launched kernels are compiled and collected in the list this gives, not run; all their configs, or the
-    first of each.
+    first of each; with or without the second run for near pairs.
     """
     built = []
 
     def build(kernel, *args, grid, warmup, **named):
+        if named.get("CAREFUL") and not careful:
+            return
         for capability in capabilities:
             built.append(compiled(kernel, capability, args, named))
 

@@ -15,12 +15,18 @@ import triton.language as tl
 from .arithmetic import LOG2E
 from .forward import LENGTHS, find_keys_in_reach, locate_rows
 from .tile import (
+    add_axis,
     add_tiles,
+    append_numbers,
     can_skip_program,
+    choose_anchor,
     compute_logits,
+    compute_split,
     compute_weights,
     draw_dropout,
+    finish_sums,
     load_parameters,
+    load_positions,
     load_records,
     load_statistics,
     load_vectors,
@@ -28,8 +34,10 @@ from .tile import (
     make_sums,
     multiply_by,
     multiply_tiles,
+    slice_tile,
     store_doubt,
     subtract_residue,
+    sum_slices,
 )
 
 # Each program owns its gradients and sums them in a fixed order, without atomic operations. So
@@ -136,6 +144,10 @@ def attention_backward_query(
     BOUND: tl.constexpr,
     POINTS: tl.constexpr,
     SLACK: tl.constexpr,
+    SPLIT_ROW: tl.constexpr,
+    SPLIT_COLUMN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PULL: tl.constexpr,
     CAREFUL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -144,8 +156,12 @@ def attention_backward_query(
     FUSED: tl.constexpr,
     D_ROWS: tl.constexpr,
     D_HEADS: tl.constexpr,
+    SPLIT_HEADS: tl.constexpr,
+    SPLIT_SUMS: tl.constexpr,
+    SPLIT_ONES: tl.constexpr,
     D_FACTORS: tl.constexpr,
     PACK: tl.constexpr,
+    SPLIT_PACK: tl.constexpr,
     D: tl.constexpr,
     W: tl.constexpr,
     DV: tl.constexpr,
@@ -169,10 +185,14 @@ def attention_backward_query(
             GRAD * OUT plus the residue, and without FUSED 1 over the sum of weights.
         D_Q: Written, [B, H, N, D], in the dtype of Q.
         D_ROW: Written, float32 [B, H, N, D_ROWS + D_FACTORS].
-        D_HEAD: Written, float32 [D_HEADS, B, H, N]: one number per row, which the caller sums.
+        D_HEAD: Written, float32 [D_HEADS + SPLIT_HEADS, B, H, N]: one number per row, which the caller sums.
         SLOPES: The score's derivative, written by engines/emit_triton.py: the slopes of a logit by
             the product, by the statistics of row and column, and by the parameters.
+        PULL: `pull_split` of `Emitted`, or None.
         D_ROWS, D_HEADS, D_FACTORS: Number of gradients that are wanted; 0 if none.
+        SPLIT_HEADS, SPLIT_SUMS, SPLIT_ONES: Number of further parameters, whose gradients PULL
+            returns; of the numbers of a column that they are sums of; and 1 if one of these sums is
+            that of the gradients themselves. 0 if none are wanted.
 
     The other arguments are as in `attention_forward`.
     """
@@ -200,6 +220,13 @@ def attention_backward_query(
     if share is not None:
         tl.store(record + 2, share, mask=inside)
     head = load_parameters(HEAD, h, heads, HEADS)
+    near, far = None, None
+    if SPLIT_ROW is not None:
+        position = row[SPLIT[0]]
+        anchor = choose_anchor(position)
+        own = SPLIT_ROW(position, anchor, head)
+        row, near = append_numbers(row, own[0], ROWS), own[1]
+        far = tl.full([BN, SPLIT_PACK], float("inf"), tl.float32)
     keys, values = locate_head(K, b, kv), locate_head(V, b, kv)
     column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m * (
         COLUMNS + FACTORS
@@ -209,13 +236,20 @@ def attention_backward_query(
     d_rows, d_heads = make_sums(BM, D_ROWS), make_sums(BM, D_HEADS)
     # The mean slopes of each row, by parameter and by statistic.
     means, row_means = make_sums(BM, D_HEADS), make_sums(BM, D_ROWS)
-    residue = tl.zeros([BM], tl.float32)
+    d_split, split_means = make_sums(BM, SPLIT_SUMS), make_sums(BM, SPLIT_SUMS)
+    total = tl.zeros([BM, 4], tl.float32)
+    residue = tl.zeros([BM, 4], tl.float32)
     closest = tl.full([BM], float("inf"), tl.float32)
     low, high, clean = find_keys_in_reach(
         first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN
     )
     # Tiles in which every pair is visible need no mask, the others (EDGE) do.
     for EDGE in tl.static_range(2):
+        if SPLIT_COLUMN is not None:
+            # Loaded a tile ahead, by hand: see `compute_split`.
+            positions = column_start + SPLIT[1]
+            begin = low if EDGE == 0 else clean
+            ahead = load_positions(positions, begin, m, BN, COLUMNS + FACTORS, SPLIT_PACK)
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
             # Load: keys, values and statistics of keys.
             line = start + tl.arange(0, BN)[None, :]
@@ -224,6 +258,14 @@ def attention_backward_query(
             v = load_vectors(values, line, width_v[:, None], m, DV, DV < BDV, EDGE == 0)
             column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             factor_k = column[COLUMNS] if FACTORS else None
+            if SPLIT_COLUMN is not None:
+                here = ahead
+                ahead = load_positions(positions, start + BN, m, BN, COLUMNS + FACTORS, SPLIT_PACK)
+                numbers, margins = compute_split(
+                    here, anchor, head, SPLIT_COLUMN, BN, max(SPLIT[2], SPLIT_SUMS), SPLIT_PACK
+                )
+                column = append_numbers(column, numbers, COLUMNS)
+                far = tl.minimum(far, margins)
 
             # Scores and mask.
             dot = multiply_by(multiply_tiles(q, k), scale, factor_k, factor_q)
@@ -273,22 +315,35 @@ def attention_backward_query(
 
             # Accumulate.
             by_dot, by_row, _, by_head = SLOPES(dot, square, row, column, head, softcap)
-            if D_ROWS:
-                d_rows = add_tiles(d_rows, by_row, d_s, D_ROWS)
-                row_means = add_tiles(row_means, by_row, p, D_ROWS)
-            if D_HEADS:
-                d_heads = add_tiles(d_heads, by_head, d_s, D_HEADS)
-                means = add_tiles(means, by_head, p, D_HEADS)
-            residue += tl.sum(d_s, 1)
+            by_pair = slice_tile(d_s)
+            residue = sum_slices(residue, by_pair)
+            d_rows = add_tiles(d_rows, by_row, d_s, by_pair, D_ROWS)
+            d_heads = add_tiles(d_heads, by_head, d_s, by_pair, D_HEADS)
+            if D_ROWS or D_HEADS or SPLIT_SUMS:
+                weights = slice_tile(p)
+                row_means = add_tiles(row_means, by_row, p, weights, D_ROWS)
+                means = add_tiles(means, by_head, p, weights, D_HEADS)
+                if SPLIT_SUMS:
+                    d_split = add_tiles(d_split, numbers, d_s, by_pair, SPLIT_SUMS)
+                    split_means = add_tiles(split_means, numbers, p, weights, SPLIT_SUMS)
+                if SPLIT_ONES:
+                    total = sum_slices(total, weights)
             if by_dot is not None:
                 d_dot = multiply_by(d_s, by_dot, factor_k, None)
                 d_q += multiply_tiles(d_dot.to(k.dtype), tl.trans(k))
 
     # Subtract the residue, and store.
-    if DOUBT is not None:
-        closest = closest[:, None] - BOUND(SLACK, row, head)
-    store_doubt(DOUBT, closest, CAREFUL)
-    own = first + tl.arange(0, BM)
+    d_rows, d_heads = finish_sums(d_rows, D_ROWS), finish_sums(d_heads, D_HEADS)
+    means, row_means = finish_sums(means, D_HEADS), finish_sums(row_means, D_ROWS)
+    d_split = finish_sums(d_split, SPLIT_SUMS)
+    split_means = finish_sums(split_means, SPLIT_SUMS)
+    residue = tl.sum(residue, 1)
+    gradients = residue
+    bounded = None
+    if INEXACT is not None:
+        bounded = closest[:, None] - BOUND(SLACK, row, head)
+    store_doubt(DOUBT, bounded, near, far, CAREFUL)
+    place = first + tl.arange(0, BM)
     if SINKS is not None:
         # A sink is a pair of its row with a value and slopes of 0: its d_s is -weight * delta.
         sink = compute_weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
@@ -299,9 +354,17 @@ def attention_backward_query(
     tl.store(record + 1, delta + residue[:, None], mask=inside)
     d_rows = subtract_residue(d_rows, row_means, residue, D_ROWS)
     d_heads = subtract_residue(d_heads, means, residue, D_HEADS)
-    for index in tl.static_range(D_HEADS):
+    if SPLIT_SUMS:
+        d_split = subtract_residue(d_split, split_means, residue, SPLIT_SUMS)
+        if SPLIT_ONES:
+            # As a sum of 1 · d_s, less the residue times the mean of 1.
+            d_split = (gradients - residue * tl.sum(total, 1),) + d_split
+        further = PULL(add_axis(d_split, SPLIT_ONES + SPLIT_SUMS), position, anchor, head)
+        for index in tl.static_range(SPLIT_HEADS):
+            d_heads = d_heads + (tl.sum(further[index], 1),)
+    for index in tl.static_range(D_HEADS + SPLIT_HEADS):
         tl.store(
-            D_HEAD + index * row_step.to(tl.int64) + bh * n + own, d_heads[index], mask=own < n
+            D_HEAD + index * row_step.to(tl.int64) + bh * n + place, d_heads[index], mask=place < n
         )
     store_vectors(
         D_Q,
@@ -380,6 +443,9 @@ def attention_backward_key(
     BOUND: tl.constexpr,
     POINTS: tl.constexpr,
     SLACK: tl.constexpr,
+    SPLIT_ROW: tl.constexpr,
+    SPLIT_COLUMN: tl.constexpr,
+    SPLIT: tl.constexpr,
     CAREFUL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -389,6 +455,7 @@ def attention_backward_key(
     D_COLUMNS: tl.constexpr,
     D_FACTORS: tl.constexpr,
     PACK: tl.constexpr,
+    SPLIT_PACK: tl.constexpr,
     D: tl.constexpr,
     W: tl.constexpr,
     DV: tl.constexpr,
@@ -435,6 +502,14 @@ def attention_backward_key(
     column_line = (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
     column = load_statistics(COLUMN, column_line + j, COLUMNS + FACTORS)
     factor_k = column[COLUMNS] if FACTORS else None
+    near, far = None, None
+    if SPLIT_COLUMN is not None:
+        # The anchor lies among the keys here: each kernel takes it from its own lines.
+        position = column[SPLIT[1]]
+        anchor = choose_anchor(position)
+        own = SPLIT_COLUMN(position, anchor, head)
+        column, near = append_numbers(column, own[0], COLUMNS), own[1]
+        far = tl.full([BM, SPLIT_PACK], float("inf"), tl.float32)
     queries, grads = locate_head(Q, b, h), locate_head(GRAD, b, h)
 
     d_k = tl.zeros([BN, BD], tl.float32)
@@ -447,6 +522,12 @@ def attention_backward_key(
     # have weights of 0.
     for EDGE in tl.static_range(2):
         if EDGE == 0 or CAUSAL or WINDOWED:
+            if SPLIT_ROW is not None:
+                positions = RECORD + bh * n * (ROWS + FACTORS + (2 if FUSED else 3)) + SPLIT[0]
+                begin = clean if EDGE == 0 else low
+                ahead = load_positions(
+                    positions, begin, n, BM, ROWS + FACTORS + (2 if FUSED else 3), SPLIT_PACK
+                )
             for start in range(clean if EDGE == 0 else low, high if EDGE == 0 else clean, BM):
                 # Load: queries, gradients and the records of rows.
                 line = start + tl.arange(0, BM)[None, :]
@@ -454,11 +535,27 @@ def attention_backward_key(
                 q = load_vectors(queries, line, width[:, None], n, D, D < BD, False)
                 grad = load_vectors(grads, line, width_v[:, None], n, DV, DV < BDV, False)
                 records = RECORD + bh * n * (ROWS + FACTORS + (2 if FUSED else 3))
-                row = load_records(records, i, BM, ROWS + FACTORS + (2 if FUSED else 3), PACK)
-                factor_q = row[ROWS] if FACTORS else None
+                record = load_records(records, i, BM, ROWS + FACTORS + (2 if FUSED else 3), PACK)
+                row = record
+                factor_q = record[ROWS] if FACTORS else None
                 # +inf gives queries beyond the end a weight of 0.
-                lse = tl.where(valid, row[ROWS + FACTORS], float("inf"))
-                delta = row[ROWS + FACTORS + 1]
+                lse = tl.where(valid, record[ROWS + FACTORS], float("inf"))
+                delta = record[ROWS + FACTORS + 1]
+                if SPLIT_ROW is not None:
+                    here = ahead
+                    ahead = load_positions(
+                        positions,
+                        start + BM,
+                        n,
+                        BM,
+                        ROWS + FACTORS + (2 if FUSED else 3),
+                        SPLIT_PACK,
+                    )
+                    numbers, margins = compute_split(
+                        here, anchor, head, SPLIT_ROW, BM, SPLIT[3], SPLIT_PACK
+                    )
+                    row = append_numbers(record, numbers, ROWS)
+                    far = tl.minimum(far, margins)
 
                 # Scores and mask.
                 dot = multiply_by(multiply_tiles(k, q), scale, factor_q, factor_k)
@@ -501,7 +598,7 @@ def attention_backward_key(
                 # Softmax.
                 p = compute_weights(s, lse, FUSED)
                 if not FUSED:
-                    p *= row[ROWS + FACTORS + 2]
+                    p *= record[ROWS + FACTORS + 2]
                 d_p, dropped = multiply_tiles(v, grad), p
                 # d_v needs the weights after dropout, d_s the weights before it.
                 if SEED is not None:
@@ -512,19 +609,21 @@ def attention_backward_key(
                 d_v += multiply_tiles(dropped.to(v.dtype), tl.trans(grad))
                 d_s = p * (d_p - delta)
                 by_dot, _, by_column, _ = SLOPES(dot, square, row, column, head, softcap)
-                d_columns = add_tiles(d_columns, by_column, d_s, D_COLUMNS)
+                if D_COLUMNS:
+                    d_columns = add_tiles(d_columns, by_column, d_s, slice_tile(d_s), D_COLUMNS)
                 if by_dot is not None:
                     d_dot = multiply_by(d_s, by_dot, factor_q, None)
                     d_k += multiply_tiles(d_dot.to(q.dtype), tl.trans(q))
 
     # Store.
-    store_doubt(DOUBT, closest[:, None], CAREFUL)
+    bounded = closest[:, None] if INEXACT is not None else None
+    store_doubt(DOUBT, bounded, near, far, CAREFUL)
     store_vectors(
         D_K,
         D_COLUMN,
         d_x=d_k,
         x=k,
-        by_number=d_columns,
+        by_number=finish_sums(d_columns, D_COLUMNS),
         scale=scale,
         factor=factor_k,
         start=block * BN,

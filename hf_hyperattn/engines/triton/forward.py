@@ -13,11 +13,15 @@ import triton.language as tl
 
 from .arithmetic import LOG2E
 from .tile import (
+    append_numbers,
     can_skip_program,
+    choose_anchor,
     compute_logits,
+    compute_split,
     compute_weights,
     draw_dropout,
     load_parameters,
+    load_positions,
     load_records,
     load_statistics,
     load_vectors,
@@ -208,6 +212,9 @@ def attention_forward(
     BOUND: tl.constexpr,
     POINTS: tl.constexpr,
     SLACK: tl.constexpr,
+    SPLIT_ROW: tl.constexpr,
+    SPLIT_COLUMN: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -226,6 +233,7 @@ def attention_forward(
     SHARED: tl.constexpr,
     PARTS: tl.constexpr,
     PACK: tl.constexpr,
+    SPLIT_PACK: tl.constexpr,
     BD: tl.constexpr,
     BDV: tl.constexpr,
     BM: tl.constexpr,
@@ -250,7 +258,11 @@ def attention_forward(
         row_step: B * H * N.
         scale: Factor of the dot products, or None.
         offset, window, softcap, dropout: As in `Options`.
-        SCORE to P: As for `compute_logits`.
+        SCORE to SLACK, P: As for `compute_logits`.
+        SPLIT_ROW, SPLIT_COLUMN: Functions that compute a line's numbers of a separable term; see
+            `Emitted`. None if there is no such term, or if the kernel computes it pair by pair.
+        SPLIT: Places of the position in ROW and COLUMN, and counts of a column's and of a row's
+            numbers that the logits read.
         ROWS, COLUMNS, HEADS: Numbers of a row, of a column and of a head.
         FACTORS: 1 if ROW and COLUMN end in a factor of the vector, else 0.
         FUSED: See `compute_weights`.
@@ -259,7 +271,7 @@ def attention_forward(
         CAUSAL, WINDOWED, TRUTH: As for `compute_logits`.
         PACKED, PARTS: As above, for decoding.
         SHARED: Whether query heads that share keys also share the statistics of keys.
-        PACK: See `load_records`.
+        PACK, SPLIT_PACK: See `load_records` and `compute_split`.
     """
     if can_skip_program(DOUBT, CAREFUL):
         return
@@ -277,6 +289,13 @@ def attention_forward(
     row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
     head = load_parameters(HEAD, h, heads, HEADS)
+    near, far = None, None
+    if SPLIT_ROW is not None:
+        position = row[SPLIT[0]]
+        anchor = choose_anchor(position)
+        own = SPLIT_ROW(position, anchor, head)
+        row, near = append_numbers(row, own[0], ROWS), own[1]
+        far = tl.full([BN, SPLIT_PACK], float("inf"), tl.float32)
     keys, values = locate_head(K, b, kv), locate_head(V, b, kv)
     # Statistics of keys have one head per key head, or one per query head.
     column_head = kv if SHARED else h // (heads // column_heads)
@@ -302,6 +321,11 @@ def attention_forward(
         low, high, clean = take_part(low, high, clean, part, PARTS, BN)
     # Two copies of the loop: tiles in which every pair is visible, then tiles to mask (EDGE).
     for EDGE in tl.static_range(2):
+        if SPLIT_COLUMN is not None:
+            # Loaded a tile ahead, by hand: see `compute_split`.
+            positions = column_start + SPLIT[1]
+            begin = low if EDGE == 0 else clean
+            ahead = load_positions(positions, begin, m, BN, COLUMNS + FACTORS, SPLIT_PACK)
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
             # Load: keys and their statistics.
             line = start + tl.arange(0, BN)[None, :]
@@ -313,6 +337,14 @@ def attention_forward(
             else:
                 column = load_statistics(column_start, j, COLUMNS + FACTORS)
             factor_k = column[COLUMNS] if FACTORS else None
+            if SPLIT_COLUMN is not None:
+                here = ahead
+                ahead = load_positions(positions, start + BN, m, BN, COLUMNS + FACTORS, SPLIT_PACK)
+                numbers, margins = compute_split(
+                    here, anchor, head, SPLIT_COLUMN, BN, SPLIT[2], SPLIT_PACK
+                )
+                column = append_numbers(column, numbers, COLUMNS)
+                far = tl.minimum(far, margins)
 
             # Scores and mask.
             dot = multiply_by(multiply_tiles(q, k), scale, factor_k, factor_q)
@@ -362,9 +394,10 @@ def attention_forward(
             total = total * shrink[:, None] + multiply_tiles(p.to(v.dtype), v)
 
     # Store.
-    if DOUBT is not None:
-        closest = closest[:, None] - BOUND(SLACK, row, head)
-    store_doubt(DOUBT, closest, CAREFUL)
+    bounded = None
+    if INEXACT is not None:
+        bounded = closest[:, None] - BOUND(SLACK, row, head)
+    store_doubt(DOUBT, bounded, near, far, CAREFUL)
     if SEED is not None:
         total *= 1 / (1 - dropout)
     valid = tl.sum(inside.to(tl.int32), 1) > 0

@@ -124,6 +124,7 @@ class TritonCall:
             "BOUND": functions.get("bound"),
             "POINTS": functions.get("factors"),
             "SLACK": estimate_slack(self.d, self.query.element_size()),
+            **dict.fromkeys(("SPLIT_ROW", "SPLIT_COLUMN", "SPLIT")),
             "ROWS": self.row.shape[-1] - self.factored,
             "COLUMNS": self.column.shape[-1] - self.factored,
             "HEADS": self.head.shape[0],
@@ -141,8 +142,26 @@ class TritonCall:
             "BDV": pad_width(self.dv),
         }
 
+    def split_arguments(self) -> dict:
+        """Return the arguments of kernels that read a separable term as products."""
+        layout, functions = self.emitted.split, self.functions
+        if layout is None:
+            return {}
+        return {
+            "SCORE": functions["split_score"],
+            "SPLIT_ROW": functions["split_row"],
+            "SPLIT_COLUMN": functions["split_column"],
+            "SPLIT": (layout.row_at, layout.column_at, layout.columns, layout.rows),
+        }
+
     def run_kernel(
-        self, name: str, kernel, lines: tuple[int, int, int], arguments: dict, numbers: int
+        self,
+        name: str,
+        kernel,
+        lines: tuple[int, int, int],
+        arguments: dict,
+        numbers: int,
+        first: dict,
     ) -> None:
         """Launch a kernel with the best config for this kind of call.
 
@@ -152,21 +171,34 @@ class TritonCall:
             lines: Batch elements, heads, and rows or columns that are shared out to programs.
             arguments: Arguments of the kernel, without the config.
             numbers: Statistics of each line that a program walks over.
+            first: Arguments that are different in the first of two runs.
         """
+        layout = self.emitted.split
+        split_numbers = 0
+        if layout is not None:
+            split_numbers = (
+                layout.rows
+                if name == "key"
+                else layout.columns
+                if name == "forward"
+                else max(layout.columns, layout.sums)
+            )
+        twice = self.measures or layout is not None
 
         def launch_config(config: Config) -> None:
             own, walked = config.rows, config.columns
             if name == "key":
                 own, walked = walked, own
             programs = int(triton.cdiv(lines[2], own)) * lines[0] * lines[1]
-            # Kernels that read distances run twice, see `tile.can_skip_program`.
-            doubt = self.query.new_empty(programs, dtype=torch.int32) if self.measures else None
-            for careful in (False, True) if self.measures else (False,):
+            # Some kernels run twice, see `tile.can_skip_program`.
+            doubt = self.query.new_empty(programs, dtype=torch.int32) if twice else None
+            for careful in (False, True) if twice else (False,):
                 kernel[(programs,)](
-                    **arguments,
+                    **(arguments if careful else arguments | first),
                     DOUBT=doubt,
                     CAREFUL=careful,
                     PACK=choose_pack(numbers, walked, config.warps),
+                    SPLIT_PACK=fit_pack(split_numbers, walked, config.warps),
                     BM=config.rows,
                     BN=config.columns,
                     num_warps=config.warps,
@@ -224,8 +256,14 @@ def choose_pack(numbers: int, lines: int, warps: int) -> int:
         lines: Lines of a tile.
         warps: Warps of a program.
     """
-    if numbers > 16:
-        return 1
+    return 1 if numbers > 16 else fit_pack(numbers, lines, warps)
+
+
+def fit_pack(numbers: int, lines: int, warps: int) -> int:
+    """Return the width of a tile that holds the numbers of each line; at most 16 of them.
+
+    The arguments are as in `choose_pack`.
+    """
     fitting = int(triton.next_power_of_2(max(1, numbers)))
     # If a tile has fewer elements than there are threads (32 per warp), the compiler loads number
     # by number after all.
@@ -290,7 +328,8 @@ def forward(call: TritonCall) -> tuple[Tensor, Tensor]:
             forward_in_parts(call, arguments, lines, out, lse)
         else:
             arguments |= {"OUT": out, "LSE": lse, "SUM": None, "PACKED": False, "PARTS": 1}
-            call.run_kernel("forward", attention_forward, shape, arguments, call.column.shape[-1])
+            numbers, first = call.column.shape[-1], call.split_arguments()
+            call.run_kernel("forward", attention_forward, shape, arguments, numbers, first)
     return out, lse
 
 
@@ -326,6 +365,7 @@ def forward_in_parts(
     kernels[0][(blocks * parts,)](
         **arguments,
         PACK=choose_pack(call.column.shape[-1], columns, 4),
+        SPLIT_PACK=2,
         BM=rows,
         BN=columns,
         num_warps=4,
@@ -460,6 +500,10 @@ def run_backward_kernels(
         "D_ROWS": len(gradients.rows),
         "D_FACTORS": gradients.row_factor,
         "D_HEADS": len(gradients.heads),
+        "SPLIT_HEADS": 0,
+        "SPLIT_SUMS": 0,
+        "SPLIT_ONES": 0,
+        "PULL": None,
         "row_step": lse[0].numel(),
     }
     by_column = {
@@ -469,13 +513,35 @@ def run_backward_kernels(
         "D_COLUMNS": len(gradients.columns),
         "D_FACTORS": gradients.column_factor,
     }
+    first_by_row, first_by_column = call.split_arguments(), call.split_arguments()
+    layout = call.emitted.split
+    if layout is not None:
+        first_by_row["SLOPES"] = first_by_column["SLOPES"] = call.functions["split_slopes"]
+    if layout is not None and gradients.heads:
+        first_by_row |= {
+            "D_HEADS": len(gradients.heads) - layout.heads,
+            "SPLIT_HEADS": layout.heads,
+            "SPLIT_SUMS": layout.sums,
+            "SPLIT_ONES": layout.constants,
+            "PULL": call.functions["pull_split"],
+        }
     # The query kernel first: the key kernel reads the record that it completes.
     with use_device(grad.device):
         call.run_kernel(
-            "query", attention_backward_query, shape, shared | by_row, call.column.shape[-1]
+            "query",
+            attention_backward_query,
+            shape,
+            shared | by_row,
+            call.column.shape[-1],
+            first_by_row,
         )
         call.run_kernel(
-            "key", attention_backward_key, key_shape, shared | by_column, record.shape[-1]
+            "key",
+            attention_backward_key,
+            key_shape,
+            shared | by_column,
+            record.shape[-1],
+            first_by_column,
         )
 
 

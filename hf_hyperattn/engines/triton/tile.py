@@ -24,8 +24,9 @@ from .arithmetic import INTERPRETED, LOG2E
 #   name          queries first   keys first   content
 #   i             [R, 1]          [1, R]       int, index of each query in its sequence (tokens)
 #   j             [1, C]          [C, 1]       int, index of each key in its sequence (tokens)
-#   row           [R, 1] each     [1, R] each  tuple of float32, the statistics of the queries
-#   column        [1, C] each     [C, 1] each  tuple of float32, the statistics of the keys
+#   row           [R, 1] each     [1, R] each  tuple of float32, the statistics of the queries, and
+#                                              their numbers of a separable term (score.py)
+#   column        [1, C] each     [C, 1] each  tuple of float32, the same of the keys
 #   head          scalars         scalars      tuple of float32, the parameters of the head
 #   dot           [R, C]          [C, R]       float32, dot products times scale and factors
 #   square        [R, C]          [C, R]       float32, squared distances
@@ -143,20 +144,83 @@ def load_records(start, line, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.con
     else:
         place = tl.arange(0, PACK)[None, :]
         pointers = start + tl.trans(line).to(tl.int64) * COUNT + place
-        # Each split lists the even columns of all tiles first, so the columns end in their order.
-        parts = split_columns(
-            (tl.load(pointers, mask=(place < COUNT) & (tl.trans(line) >= 0), other=0.0),), N, PACK
-        )
-        if PACK >= 4:
-            parts = split_columns(parts, N, PACK // 2)
-        if PACK >= 8:
-            parts = split_columns(parts, N, PACK // 4)
-        if PACK == 16:
-            parts = split_columns(parts, N, PACK // 8)
-        values = ()
-        for index in tl.static_range(COUNT):
-            values = values + (parts[index][None, :],)
-        return values
+        mask = (place < COUNT) & (tl.trans(line) >= 0)
+        return take_columns(tl.load(pointers, mask=mask, other=0.0), N, COUNT, PACK)
+
+
+@triton.jit
+def choose_anchor(position):
+    """Return the middle of a block's positions."""
+    # Positions are whole numbers below 2^23, so the middle is exact, and so are differences from it.
+    return 0.5 * (tl.max(tl.max(position, 1), 0) + tl.min(tl.min(position, 1), 0))
+
+
+@triton.jit
+def load_positions(start, first, lines, N: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
+    """Load the positions of N lines for `compute_split`, [N, PACK].
+
+    Args:
+        start: Pointer to the position of line 0.
+        first: Index of the first line.
+        lines: Number of lines; the last one stands for all beyond.
+        STRIDE: Numbers between two positions.
+    """
+    line = tl.minimum(first + tl.arange(0, N), lines - 1)[:, None].to(tl.int64)
+    return tl.load(start + line * STRIDE + tl.arange(0, PACK)[None, :] * 0)
+
+
+@triton.jit
+def compute_split(
+    position, anchor, head, FUNCTION, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr
+):
+    """Compute the numbers of lines of a separable term.
+
+    Args:
+        position: Positions of the lines, from `load_positions`.
+        anchor: Position from which they are counted.
+        head: Parameters of the head.
+        FUNCTION: `split_row` or `split_column` of `Emitted`.
+        N: Number of lines.
+        COUNT: Numbers of a line, at most PACK.
+        PACK: Width of the tile that holds them, a power of two from 2 to 16.
+
+    Returns:
+        A tuple of COUNT tensors [1, N], and the margins of the lines, [N, PACK].
+    """
+    # As one tile, like statistics in `load_records`: each thread computes one line. If the numbers
+    # were computed apart, every thread would compute those of all lines of its pairs.
+    place = tl.arange(0, PACK)[None, :]
+    numbers, _, margin = FUNCTION(position, anchor, head)
+    tile = numbers[0]
+    for index in tl.static_range(1, COUNT):
+        tile = tl.where(place == index, numbers[index], tile)
+    return take_columns(tile, N, COUNT, PACK), margin
+
+
+@triton.jit
+def take_columns(tile, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr):
+    """Return the first COUNT columns of a tile [N, PACK], each as [1, N]."""
+    # Each split lists the even columns of all tiles first, so the columns end in their order.
+    parts = split_columns((tile,), N, PACK)
+    if PACK >= 4:
+        parts = split_columns(parts, N, PACK // 2)
+    if PACK >= 8:
+        parts = split_columns(parts, N, PACK // 4)
+    if PACK == 16:
+        parts = split_columns(parts, N, PACK // 8)
+    values = ()
+    for index in tl.static_range(COUNT):
+        values = values + (parts[index][None, :],)
+    return values
+
+
+@triton.jit
+def append_numbers(values, more, COUNT: tl.constexpr):
+    """Return the first COUNT numbers of a tuple, and a second tuple behind them."""
+    found = ()
+    for index in tl.static_range(COUNT):
+        found = found + (values[index],)
+    return found + more
 
 
 @triton.jit
@@ -170,22 +234,91 @@ def load_parameters(HEAD, h, heads, COUNT: tl.constexpr):
 
 @triton.jit
 def make_sums(SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """Return a tuple of COUNT sums [SIZE] that start at 0."""
+    """Return a tuple of COUNT sums [SIZE, 4] that start at 0; see `add_tiles`."""
     values = ()
     for _ in tl.static_range(COUNT):
-        values = values + (tl.zeros([SIZE], tl.float32),)
+        values = values + (tl.zeros([SIZE, 4], tl.float32),)
     return values
 
 
 @triton.jit
-def add_tiles(total, tiles, factor, COUNT: tl.constexpr):
-    """Add the sum of each tile over its second axis to a total [SIZE].
+def slice_tile(x):
+    """Return a tile [SIZE, N] as a tuple of N // 4 tiles [SIZE, 4]."""
+    # A product leaves columns 2t and 2t + 1 of every 8 in thread t of four. Cut like this, no
+    # number leaves its thread.
+    SIZE: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1] // 4
+    x = tl.permute(tl.reshape(x, (SIZE, WIDTH // 2, 4, 2)), (0, 2, 1, 3))
+    slices = (tl.reshape(x, (SIZE, 4, WIDTH)),)
+    slices = halve_tiles(slices, SIZE, WIDTH)
+    if WIDTH >= 4:
+        slices = halve_tiles(slices, SIZE, WIDTH // 2)
+    if WIDTH >= 8:
+        slices = halve_tiles(slices, SIZE, WIDTH // 4)
+    if WIDTH >= 16:
+        slices = halve_tiles(slices, SIZE, WIDTH // 8)
+    if WIDTH >= 32:
+        slices = halve_tiles(slices, SIZE, WIDTH // 16)
+    return slices
 
-    Tiles are multiplied by `factor` first, unless that is None.
+
+@triton.jit
+def halve_tiles(tiles, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Split each tile [SIZE, 4, WIDTH] in two, along its last axis; the axis ends at width 2."""
+    even, odd = (), ()
+    for index in tl.static_range(len(tiles)):
+        a, b = tl.split(
+            tiles[index] if WIDTH == 2 else tl.reshape(tiles[index], (SIZE, 4, WIDTH // 2, 2))
+        )
+        even, odd = even + (a,), odd + (b,)
+    return even + odd
+
+
+@triton.jit
+def add_tiles(total, tiles, factor, slices, COUNT: tl.constexpr):
+    """Add the sums of each tile along its second axis to a total [SIZE, 4].
+
+    Args:
+        total: A tuple of COUNT sums.
+        tiles: A tuple of tiles, or of lines or numbers that broadcast to tiles.
+        factor: Factor of all tiles, a tile.
+        slices: The same tile from `slice_tile`.
     """
     values = ()
     for index in tl.static_range(COUNT):
-        values = values + (total[index] + tl.sum(multiply_by(tiles[index], factor, None, None), 1),)
+        found = total[index]
+        others = slice_tile(tl.broadcast_to(tiles[index], factor.shape))
+        # One instruction for each pair. A reduction of the product would take two, and pass every
+        # tile's sums from thread to thread.
+        for place in tl.static_range(len(slices)):
+            found += slices[place] * others[place]
+        values = values + (found,)
+    return values
+
+
+@triton.jit
+def sum_slices(total, slices):
+    """Return a total [SIZE, 4] plus the slices of a tile."""
+    for place in tl.static_range(len(slices)):
+        total += slices[place]
+    return total
+
+
+@triton.jit
+def finish_sums(total, COUNT: tl.constexpr):
+    """Return the sums [SIZE] of totals [SIZE, 4]."""
+    values = ()
+    for index in tl.static_range(COUNT):
+        values = values + (tl.sum(total[index], 1),)
+    return values
+
+
+@triton.jit
+def add_axis(total, COUNT: tl.constexpr):
+    """Return COUNT tensors [SIZE] as columns [SIZE, 1]."""
+    values = ()
+    for index in tl.static_range(COUNT):
+        values = values + (total[index][:, None],)
     return values
 
 
@@ -332,10 +465,10 @@ def compute_logits(
 def can_skip_program(DOUBT, CAREFUL: tl.constexpr):
     """Return whether a careful program has nothing to do.
 
-    A kernel that reads distances runs twice. The first run ignores inexact distances, but stores in
-    DOUBT, one number
-    per program, whether it met one. The second run is CAREFUL: programs that met one compute their
-    tiles again. If DOUBT is None, the kernel runs once.
+    A kernel that reads distances runs twice, and so does one with a separable term. The first run
+    ignores inexact distances and products, but stores in DOUBT, one number per program, whether it
+    met one. The second run is CAREFUL: programs that met one compute their tiles again. If DOUBT is
+    None, the kernel runs once.
     """
     # Why two runs: the compiler pipelines no loads or products of a loop that may branch, and
     # inexact pairs are rare.
@@ -347,17 +480,25 @@ def can_skip_program(DOUBT, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def store_doubt(DOUBT, closest, CAREFUL: tl.constexpr):
-    """Store whether this program met an inexact distance; see `can_skip_program`.
+def store_doubt(DOUBT, closest, near, far, CAREFUL: tl.constexpr):
+    """Store whether this program met an inexact pair; see `can_skip_program`.
 
     Args:
         DOUBT: Pointer to one int32 per program, or None.
-        closest: [R, 1], the smallest margin of each line's pairs, less the line's bound.
+        closest: [R, 1], the smallest margin of each line's pairs, less the line's bound; None
+            without distances.
+        near, far: Margins of the program's lines and of those that it walked over, [R, 1] and
+            [1, C] or the other way round; None without a separable term.
         CAREFUL: Whether this is the second run, which stores nothing.
     """
     if DOUBT is not None:
         if not CAREFUL:
-            tl.store(DOUBT + tl.program_id(0), is_any_true(closest < 0).to(tl.int32))
+            doubt = tl.program_id(0) < 0
+            if closest is not None:
+                doubt = is_any_true(closest < 0)
+            if near is not None:
+                doubt = doubt | is_any_true(near < 0) | is_any_true(far < 0)
+            tl.store(DOUBT + tl.program_id(0), doubt.to(tl.int32))
 
 
 @triton.jit
