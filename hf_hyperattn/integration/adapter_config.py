@@ -273,8 +273,8 @@ def name_public_module(mapping: Any) -> None:
 
 @wrap("from_peft_type", PeftConfigMixin)
 def _make_adapter_config(original, cls, **kwargs):
-    # PEFT would drop an unknown key with a warning, so ours becomes an attribute afterwards.
     """Build a PEFT config that remembers the base of its adapter."""
+    # PEFT would drop an unknown key with a warning, so ours becomes an attribute afterwards.
     saved = kwargs.pop(SAVED_BASE, None)
     config = original(cls, **kwargs)
     if saved is not None:

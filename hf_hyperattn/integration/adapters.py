@@ -364,8 +364,8 @@ def unwrapped_hyper(tuner: BaseTuner, names: list[str], check: bool = False) -> 
 
 @wrap("merge_adapter", BaseTuner)
 def _merge_adapter(original, self, adapter_names: Any = None, *args, **kwargs):
-    # Without names PEFT merges the active adapters, and their copies of `hyper` run already.
     """Merge adapters only if the active added parameters belong to them."""
+    # Without names PEFT merges the active adapters, and their copies of `hyper` run already.
     for _, wrapper in hyper_wrappers(self.model) if adapter_names else ():
         # PEFT merges LoRA matrices only. A copy of `hyper` that stays active must belong to a
         # merged adapter.

@@ -67,8 +67,8 @@ def _to_dict(original, self):
 
 @wrap("from_dict", PreTrainedConfig)
 def _from_dict(original, cls, config_dict, **kwargs):
-    # Read the saved name first: Transformers writes the requested one into `config_dict`.
     """Warn if the caller's name replaces a saved name of ours."""
+    # Read the saved name first: Transformers writes the requested one into `config_dict`.
     saved = config_dict.get("attn_implementation")
     requested = kwargs.get("attn_implementation")
     result = original(cls, config_dict, **kwargs)
@@ -196,8 +196,8 @@ def _switch_attention(original, self, model, *args, **kwargs):
 
 @wrap("attn_mask_is_needed", import_module(f"{BATCHING}.input_outputs"))
 def _needs_mask(original, config):
-    # Without a mask the requests of a step would see each other.
     """Return whether continuous batching must make a mask."""
+    # Without a mask the requests of a step would see each other.
     return config._attn_implementation in OURS or original(config)
 
 
