@@ -139,7 +139,8 @@ class ConeSpace(PointSpace):
         if self.variant == "penumbral":
             # r² of the scaled lengths, in which gamma is 1.
             head = (self.radius**2 * (self.gamma if self.squared else self.gamma**2), 1.0)
-        return VectorReader(name=self.reader, parameters=self.parameters, head=head)
+        parameters = self.gamma, self.radius
+        return VectorReader(name=self.reader, parameters=parameters, head=head)
 
     def compute_logits(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the dense logits [B, H, N, M] from the definition."""
