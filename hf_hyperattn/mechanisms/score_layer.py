@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from ..engines.score import (
 )
 from ..readable import can_read
 from .base import Host, HostCall, MechanismLayer, Plan
+
+#: A starting value.
+Start = TypeVar("Start", bound=Tensor | float)
 
 
 def attend_in_space(
@@ -173,9 +176,7 @@ class ScoreLayer(MechanismLayer):
         """
         return [self.compute_number(n, getattr(self.config, n), dtype) for n in self.learned]
 
-    def compute_number(
-        self, name: str, start: Tensor | float, dtype: torch.dtype
-    ) -> Tensor | float:
+    def compute_number(self, name: str, start: Start, dtype: torch.dtype) -> Start | Tensor:
         """Return the current value of a learned number, its start times exp(log).
 
         Args:
