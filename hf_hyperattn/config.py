@@ -20,10 +20,11 @@ from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
 from .address import install
-from .fields import KnownFields, check_field, check_known, option, refuse, short
+from .fields import KnownFields, check_field, check_known, option, refuse
 from .files import read_json, write_atomically
 from .registry import STAGES, get_mechanism
 from .selection import MOST, normalize_choice
+from .text import short
 
 __all__ = ["CONFIG_NAME", "FORMAT", "MODES", "HyperAttnConfig", "MechanismConfig", "option"]
 

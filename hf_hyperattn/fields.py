@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from .text import short
 
 #: Larger numbers are infinite in float32, the least precise dtype in which configs are used.
 LARGEST = 3e38
@@ -169,26 +170,3 @@ def _describe_entries(values: tuple, rule: Mapping[str, Any]) -> str:
     elif rule["least"] is not None:
         bound = f" from {rule['least']:g}"
     return f"finite numbers{bound}, one for each query head"
-
-
-def short(value: Any) -> str:
-    """Return a value as text of at most 80 characters, however large or nested it is."""
-    text = _BRIEF.repr(value).replace("\n", " ")
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-class _Brief(reprlib.Repr):
-    """A `repr` with limits on depth and length."""
-
-    def __init__(self):
-        super().__init__()
-        self.maxlevel = 3
-        self.maxstring = 60
-        self.maxother = 60
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to print integers of more than 4,300 digits, with an error of its own.
-        return str(x) if x.bit_length() < 128 else f"an integer of {x.bit_length()} bits"
-
-
-_BRIEF = _Brief()

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .fields import short
+from .text import short
 
 #: File locks of POSIX; None on Windows, where concurrent saves to one place are not synchronised.
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None

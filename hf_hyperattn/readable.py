@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, peek_interpreter_stack
-from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
+
+from .torch_private import (
+    FakeTensor,
+    assert_in_graph,
+    find_transform,
+    is_forward_differentiated,
+    is_wrapped,
+    unwrap,
+)
 
 
 def is_recorded() -> bool:
@@ -36,7 +41,7 @@ def is_forward_mode() -> bool:
 
     Kernels would silently drop its derivatives.
     """
-    return forward_ad._current_level >= 0
+    return is_forward_differentiated()
 
 
 @torch.compiler.assume_constant_result
@@ -45,7 +50,7 @@ def is_transformed() -> bool:
 
     Only plain torch operators support these.
     """
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return find_transform() is not None or is_forward_differentiated()
 
 
 def can_read(*tensors: Tensor | None) -> bool:
@@ -58,7 +63,7 @@ def can_read(*tensors: Tensor | None) -> bool:
     if is_recorded():
         return False
     return not any(
-        t is not None and (t.is_meta or isinstance(t, FakeTensor) or wrapped(t)) for t in tensors
+        t is not None and (t.is_meta or isinstance(t, FakeTensor) or is_wrapped(t)) for t in tensors
     )
 
 
@@ -81,10 +86,10 @@ def raise_if(wrong: Tensor, message: str) -> None:
         # This must not run under no_grad: the graph would leave gradients turned off after the
         # error.
         if not is_transformed():
-            torch._assert_async(~wrong.any(), message)
+            assert_in_graph(~wrong.any(), message)
         return
     # A wrapper of torch.func's transforms holds the values of the whole batch.
-    while wrapped(wrong):
-        wrong = get_unwrapped(wrong)
+    while is_wrapped(wrong):
+        wrong = unwrap(wrong)
     if can_read(wrong) and bool(wrong.any()):
         raise ValueError(message)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .address import install
-from .fields import short
+from .text import short
 
 #: Parts of attention that a mechanism can change, in the order in which the changes are applied.
 STAGES = ("score", "bias", "mixing", "structure", "aggregation", "fusion")

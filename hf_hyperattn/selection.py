@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .fields import refuse, short
+from .fields import refuse
+from .text import short
 
 Choice = None | str | int | Iterable[int] | Callable[[Any], bool]
 

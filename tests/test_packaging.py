@@ -18,7 +18,7 @@ from hf_hyperattn.engines import native
 from hf_hyperattn.engines.score import TERMS
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("hf_hyperattn", "model_patches", "hub_cards")
+PACKAGES = ("hf_hyperattn", "hyperattn_cli", "model_patches", "hub_cards")
 CHECKOUT_ONLY = ("recipes", "benchmarks", "tests", "docs", ".ci", ".github")
 FILES = set(
     "Makefile README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md constraints.txt "
@@ -102,9 +102,7 @@ def use(site: Path, code: str, **more: str) -> str:
 def test_wheel_holds_the_packages_and_no_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(
-        *(files_in(ROOT / p, ROOT) for p in PACKAGES)
-    )
+    expected = {"hf_hyperattn_autoload.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
     assert held == expected
 
 
@@ -239,9 +237,7 @@ def test_the_prebuilt_wheel_holds_kernels_and_the_plain_one_none(prebuilt_wheel,
         names = {name for name in held.namelist() if ".dist-info/" not in name}
     files = ("manifest.json", *(f"{level}.so" for level in native.OF_MACHINES["x86_64"]))
     kernels = {f"hf_hyperattn/engines/prebuilt/{name}" for name in files}
-    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(
-        *(files_in(ROOT / p, ROOT) for p in PACKAGES)
-    )
+    expected = {"hf_hyperattn_autoload.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
     assert names == expected | kernels
     plain = build("wheel", archive, tmp_path / "plain")  # from the same folder
     assert plain.name.endswith("-py3-none-any.whl")

@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]  # installed with accelerate
 import torch
 from torch import nn
 
-from ..integration.checkpoint_config import patched_hosts, unwrap_hyper
+from ..integration.hyper import patched_hosts, unwrap_hyper
 from ..integration.patching import base_model
 from .perplexity import evaluation_mode
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..integration.checkpoint_config import patched_hosts
+from ..integration.hyper import patched_hosts
 from ..integration.patching import base_model
 from ..mechanisms.head_fusion.layer import HeadFusionLayer
 from ..mechanisms.head_fusion.reference import entropy

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,24 +20,42 @@ class ProgressBar(tqdm):
     """A progress bar with the time left, removed at the end.
 
     If stderr is not a terminal, it prints one line per description instead.
+
+    Args:
+        total: Number of steps.
     """
+
+    def __init__(self, total: int):
+        super().__init__(total=total, file=sys.stderr, leave=False, disable=None)
+        # tqdm disables the bar if stderr is no terminal, and then counts nothing.
+        self.begun = time.monotonic()
+        self.finished = 0
 
     def describe(self, text: str) -> None:
         """Show the name of the current step."""
-        # tqdm disables the bar if stderr is no terminal.
         if self.disable:
-            print(text, file=sys.stderr, flush=True)
+            print(f"{text}{self.describe_rest()}", file=sys.stderr, flush=True)
         else:
             self.set_description(text)
 
     def advance(self, steps: int) -> None:
         """Add finished steps."""
+        self.finished += steps
         self.update(steps)
+
+    def describe_rest(self) -> str:
+        """Return the finished share and the time left, or "" while nothing is finished."""
+        if not 0 < self.finished < self.total:
+            return ""
+        each = (time.monotonic() - self.begun) / self.finished
+        left = each * (self.total - self.finished)
+        amount = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
+        return f" ({self.finished / self.total:.0%} done, about {amount} left)"
 
 
 def show_progress(total: int) -> ProgressBar:
     """Return a context manager that shows progress over `total` steps."""
-    return ProgressBar(total=total, file=sys.stderr, leave=False, disable=None)
+    return ProgressBar(total)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -47,6 +47,7 @@ from .inputs import (
     window_of,
     write_checkpoint,
 )
+from .models import device_of
 
 HEADER = (
     "attention",
@@ -252,25 +253,6 @@ def prepare_demo(args: argparse.Namespace) -> Demo:
 def default_tokens(window: int) -> int:
     """Return the tokens to measure on without --tokens: two windows, or one long one."""
     return 2 * window if window <= 2048 else window
-
-
-def device_of(name: str) -> torch.device:
-    """Return the device of --device.
-
-    Raises:
-        ValueError: The device cannot be used here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        # Only an allocation shows whether the device works.
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"--device {name}: not usable here ({error}); allowed: cpu, cuda, ..."
-        ) from error
-    return device
 
 
 def measure_rows(demo: Demo, bar: ProgressBar) -> list[Row]:

@@ -23,7 +23,6 @@ from ..inject.heal import Healing, Losses
 from ..integration.checkpoint_config import recorded_hosts
 from ..integration.checkpoint_files import class_of, errors_as, load_config
 from .console import print_table, run_with_report, show_progress
-from .demo import device_of
 from .inject_task import CHARACTERS, dtype_of, is_causal, list_results
 from .inputs import (
     check_place,
@@ -35,6 +34,7 @@ from .inputs import (
     window_of,
     write_checkpoint,
 )
+from .models import device_of
 
 REPORT = "hyperattn_heal.json"
 #: Suffix of the file next to the output folder that holds the state of an unfinished run.

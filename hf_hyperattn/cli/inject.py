@@ -26,7 +26,16 @@ from ..integration.checkpoint_files import errors_as
 from . import device_map
 from .console import print_table, run_with_report, show_progress
 from .inject_collaborative import inject_collaborative
-from .inject_task import PASSAGES, Task, dtype_of, list_results, prepare_task, write_model
+from .inject_task import (
+    PASSAGES,
+    Task,
+    dtype_of,
+    is_causal,
+    list_results,
+    prepare_task,
+    read_stock_config,
+    write_model,
+)
 from .inputs import check_place, count_threads, positions_of, silence_transformers
 from .smollm2 import cache_directory
 
@@ -63,11 +72,19 @@ SHOWN = {"near": 96, "refine_top_k": 16, "block_bias": 0.0}
 
 def run(args: argparse.Namespace) -> int:
     """Measure, choose, verify and write; raise ValueError or OSError for bad input."""
-    check_options(args)
     silence_transformers()
+    if args.mechanism is None:
+        args.mechanism = find_default_mechanism(args)
+    check_options(args)
     return run_with_report(
         inject_collaborative if args.mechanism == "collaborative" else inject_rules, args
     )
+
+
+def find_default_mechanism(args: argparse.Namespace) -> str:
+    """Return sparse for causal models, hsa for encoders: what lost least in docs/frontier.md."""
+    config = read_stock_config(args.model)
+    return "sparse" if is_causal(args.model, config) else "hsa"
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -134,6 +151,7 @@ def inject_rules(args: argparse.Namespace) -> int:
             model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config)
         )
     report["attention_seconds"] = dict(zip(("before", "after"), pays.seconds[task.length]))
+    show_summary(args, report, task.is_encoder)
     # Print everything that was measured before a refusal, so that the user sees its reason.
     show_measured(injection)
     show_tried(injection.tried, task.is_encoder)
@@ -305,6 +323,36 @@ def check_speed(
 def format_loss(loss: float, is_encoder: bool) -> str:
     """Return a loss as text: 1 - cosine of an encoder, else the rise in perplexity."""
     return f"{loss:.4f}" if is_encoder else f"{loss:+.2%}"
+
+
+def show_summary(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) -> None:
+    """Print in three lines what is saved, what is lost, and whether verification passed."""
+    attention = report["attention_seconds"]["after"] / report["attention_seconds"]["before"]
+    seconds = report["seconds"]
+    whole = seconds["after"]["median"] / seconds["before"]["median"]
+    print(
+        f"\nSaved: {1 - report['pairs']:.0%} of the attention pairs. At {report['length']:,} tokens attention takes "
+        f"{attention:.2f}x the time of the original, the whole model {whole:.2f}x."
+    )
+    lost = []
+    measure = "1 - cosine" if is_encoder else "perplexity"
+    for kind, what in (("texts", measure), ("retrieval", "perplexity of answers")):
+        rows = {n: r["loss"] for n, r in report.get(kind, {}).items() if r.get("decides", True)}
+        if rows:
+            worst = max(rows, key=lambda name: rows[name])
+            lost.append(f"{what} {format_loss(rows[worst], is_encoder)} ({worst})")
+    print(f"Lost, at worst, on text that was not used before: {', '.join(lost)}.")
+    cheaper = len(report["refused"])
+    if not report["accepted"]:
+        tried = (
+            "the only combination exceeds" if cheaper == 1 else f"all {cheaper} combinations exceed"
+        )
+        print(f"Verification failed: {tried} a budget.")
+    elif args.pairs is not None:
+        print("Verification: none, because --pairs accepts any loss.")
+    else:
+        refused = f" It came after {cheaper} cheaper that did not." if cheaper else ""
+        print(f"Verification passed: this combination keeps every budget.{refused}")
 
 
 def show_measured(injection: CausalInjection | EncoderInjection) -> None:

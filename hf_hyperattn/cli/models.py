@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 import hf_hyperattn as ha
 
 from ..config import MechanismConfig
-from ..integration.checkpoint_config import patched_hosts
 from ..integration.checkpoint_files import errors_as, load_config
+from ..integration.hyper import patched_hosts
 from ..registry import MECHANISMS, named_configs
-from .demo import device_of
 
 OWN, PATCHED = "own attention", "patched"
 
@@ -131,3 +130,22 @@ def measure_both(
             # A converted model does not contain its original.
             return {PATCHED: patched}
     return {OWN: measure(model), PATCHED: patched}
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of --device.
+
+    Raises:
+        ValueError: The device cannot be used here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        # Only an allocation shows whether the device works.
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device {name}: not usable here ({error}); allowed: cpu, cuda, ..."
+        ) from error
+    return device

@@ -29,7 +29,6 @@ from hub_cards.tasks import adapter_task
 
 from ..address import NAME, VERSION
 from ..config import CONFIG_NAME, HyperAttnConfig
-from ..fields import short
 from ..files import read_json
 from ..integration.checkpoint_files import (
     check_weights,
@@ -40,6 +39,7 @@ from ..integration.checkpoint_files import (
     regular_file,
 )
 from ..integration.export import MANIFEST, auto_classes
+from ..text import short
 from .card import read_card
 from .inputs import silence_transformers
 

@@ -15,11 +15,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..readable import is_exporting, is_recorded, is_transformed
+from ..torch_private import count_dispatch_modes, find_transform, is_forward_differentiated
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision, hide_with_infinity
 from .score import DOT, PairScore, repeat_heads, requires_backward, working_dtype
@@ -196,8 +194,8 @@ def describe_call(score: PairScore, value: Tensor, options: Options, backend: st
     # Kernels that are not operators are invisible to dispatch modes, such as FLOP counters, and to
     # torch.func.
     surroundings = (
-        _get_current_dispatch_mode() is None,
-        peek_interpreter_stack() is None and forward_ad._current_level < 0,
+        count_dispatch_modes() == 0,
+        find_transform() is None and not is_forward_differentiated(),
         os.environ.get(native.SETTING),
     )
     terms = [

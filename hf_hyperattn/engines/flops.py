@@ -8,6 +8,8 @@ from __future__ import annotations
 from torch import Size
 from torch.utils.flop_counter import register_flop_formula
 
+from ..torch_private import find_packet
+
 
 def count_flops(operator, at: int = 0, backward: bool = False) -> None:
     """Register the FLOP formula of dense attention for an operator.
@@ -30,4 +32,4 @@ def count_flops(operator, at: int = 0, backward: bool = False) -> None:
         numbers = 3 * width + 2 * value[-1] if backward else width + value[-1]
         return 2 * pairs * numbers
 
-    register_flop_formula(operator._opoverload._overloadpacket)(count_products)
+    register_flop_formula(find_packet(operator))(count_products)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..torch_private import DispatchKey, force_keys, read_excluded_keys, read_included_keys
 from .flops import count_flops
 from .graph_torch import refuse_in_operator
 from .options import Options
@@ -304,10 +305,10 @@ def register_gradients(forward, backward, name: str, pairwise: bool = True) -> N
 @contextmanager
 def autograd_inside_operator():
     """Turn autograd on inside an operator, where torch excludes it from dispatch."""
-    keys, included = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set()
+    excluded = read_excluded_keys()
     # The names of these keys differ between versions of torch.
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "AutogradCPU"):
-        excluded = excluded.remove(getattr(keys, name)) if hasattr(keys, name) else excluded
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        if hasattr(DispatchKey, name):
+            excluded = excluded.remove(getattr(DispatchKey, name))
+    with force_keys(read_included_keys(), excluded), torch.enable_grad():
         yield

@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..fields import MOST_INTEGER, short
+from ..fields import MOST_INTEGER
+from ..text import short
 from .tree import Tree
 
 

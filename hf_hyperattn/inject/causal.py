@@ -40,8 +40,9 @@ from .retrieval import (
 from .rules import CandidateRule
 from .together import ByHead, corrected, loss_parts
 
-#: Progress steps per measured layer. A forward pass over a text is one step.
-LAYER_STEPS = 10
+#: Progress steps per measured layer. A forward pass over a text is one step, and takes longer: 1.3 s
+#: against 0.5 s for SmolLM2 and 512 tokens.
+LAYER_STEPS = 1
 #: Progress steps of the pass that finds the parts of all heads.
 PARTS = 4
 #: Number of allocations that are tried at a requested share of the cost.

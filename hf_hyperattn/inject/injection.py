@@ -28,6 +28,9 @@ from .rules import CandidateRule
 MARGIN = 0.8
 #: Timed passes of the original model and of the patched model.
 ROUNDS = 5
+#: Number of allocations beyond the tried ones that verification may fall back to. Each of them
+#: saves half as much as the one before.
+FALLBACKS = 3
 #: For each text or task, its loss.
 Losses = dict[str, float]
 #: A text as token ids, or an example, where only the answers are scored.
@@ -166,7 +169,7 @@ class Injection(ABC):
                 break
             self.rejected.append((candidate, losses))
             progress.describe(
-                f"on held-out text {candidate.pairs:.1%} of the pairs exceed a budget"
+                f"{candidate.pairs:.1%} of the pairs exceed a budget on held-out text"
             )
         return {
             "metric": self.metric,
@@ -191,15 +194,27 @@ class Injection(ABC):
         )
 
     def list_candidates(self, chosen: Allocation) -> Iterator[Allocation]:
-        """Yield the allocations to verify: the chosen one, then safer ones, the cheapest first."""
+        """Yield the allocations to verify: the chosen one, then safer ones, the cheapest first.
+
+        After the tried ones come allocations that save a half, a quarter and an eighth of what the
+        last one saves. No third text has a part in them.
+        """
         yield chosen
-        if self.pairs is None:
-            safer = {
-                allocation.cost: allocation
-                for allocation, losses in self.tried
-                if allocation.cost > chosen.cost and self.meets_budgets(losses)
-            }
-            yield from sorted(safer.values(), key=lambda allocation: allocation.cost)
+        if self.pairs is not None:
+            return
+        by_cost = {
+            allocation.cost: allocation
+            for allocation, losses in self.tried
+            if allocation.cost > chosen.cost and self.meets_budgets(losses)
+        }
+        safer = sorted(by_cost.values(), key=lambda allocation: allocation.cost)
+        yield from safer
+        share = max([chosen, *safer], key=lambda allocation: allocation.cost).cost
+        for _ in range(FALLBACKS):
+            share = (share + 1) / 2
+            fallback = self.choose_allocation(share)
+            if fallback.config() is not None:
+                yield fallback
 
     def find_budget(self, name: str) -> float | None:
         """Return the largest loss of a text or task, or None if any loss is allowed."""

@@ -16,10 +16,12 @@ from .conversions import convert
 from .describe import describe, list_mechanisms
 from .hierarchical_cache import HierarchicalCache
 from .hyper_lora import HyperLoraConfig
+from .log_gates import LogGates
+from .lora import lora_config
 from .names import register_names
 from .patching import patch_model, unpatch_model
 from .record_check import fresh_patch
-from .training import LogGates, freeze_base, lora_config, parameter_groups
+from .training import freeze_base, parameter_groups
 from .wrapping import warn_of_changes
 
 register_names()

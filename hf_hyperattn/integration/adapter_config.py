@@ -32,15 +32,17 @@ from transformers import PreTrainedModel
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
 from .attach import cut_to_depth
-from .checkpoint_config import list_configs, make_record, patched_hosts, recorded_hosts, saved_name
+from .checkpoint_config import list_configs, make_record, recorded_hosts, saved_name
 from .conversions import CONVERSIONS, conversion_of
-from .hyper import Hyper
-from .hyper_adapter import base_hyper, hyper_adapters
+from .hyper import Hyper, patched_hosts
+from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters
+from .patching import LISTENERS, PatchListener
 from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
+PACKAGE = __name__.split(".")[0]
 #: Key in adapter_config.json, and attribute of a PEFT config that was read from it: the base in
 #: training.
 SAVED_BASE = "hf_hyperattn"
@@ -113,6 +115,15 @@ def take_hyper_from_adapters(model: nn.Module, base: PreTrainedModel) -> None:
             kept = [name for name in config.modules_to_save if name.rpartition(".")[2] != "hyper"]
             config.modules_to_save = kept or None
         config.__dict__.pop(SAVED_BASE, None)
+
+
+LISTENERS.append(
+    PatchListener(
+        check=refuse_adapters,
+        after_patch=give_adapters_hyper,
+        after_unpatch=take_hyper_from_adapters,
+    )
+)
 
 
 def describe_base(model: PreTrainedModel) -> dict | None:
@@ -237,6 +248,7 @@ def _read_adapter_config(original, cls, path_json_file, **kwargs):
         read_json(Path(path_json_file))
     data = original(cls, path_json_file, **kwargs)
     folder = Path(path_json_file).parent
+    name_public_module(data.get("auto_mapping"))
     if str(data.get("peft_type")).startswith(TYPE):
         data["peft_type"] = data["peft_type"].removeprefix(TYPE)
     elif "hyper" in (data.get("modules_to_save") or ()) and (folder / CONFIG_NAME).is_file():
@@ -244,6 +256,19 @@ def _read_adapter_config(original, cls, path_json_file, **kwargs):
         record = HyperAttnConfig.from_pretrained(folder).to_dict()
         data.setdefault(SAVED_BASE, {"attn_implementation": PATCHED, "hyperattn": record})
     return data
+
+
+def name_public_module(mapping: Any) -> None:
+    """Let `AutoPeftModel` find a base model class of ours, wherever its module is now.
+
+    PEFT records the module that defines the class. That module may have moved since the adapter was
+    saved, but the package itself has all our model classes.
+
+    Args:
+        mapping: The value of `auto_mapping` in adapter_config.json. It is changed in place.
+    """
+    if isinstance(mapping, dict) and str(mapping.get("parent_library")).startswith(f"{PACKAGE}."):
+        mapping["parent_library"] = PACKAGE
 
 
 @wrap("from_peft_type", PeftConfigMixin)

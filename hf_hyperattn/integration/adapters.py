@@ -40,11 +40,10 @@ from .adapter_config import (
     normalize_record,
 )
 from .attach import beyond_depth, cut_to_depth
-from .checkpoint_config import patched_hosts
-from .hyper import Hyper
+from .checkpoint_config import WHERE
+from .hyper import Hyper, patched_hosts
 from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters, refuse_two
 from .hyper_lora import HyperLoraConfig
-from .state_dicts import WHERE
 from .wrapping import wrap
 
 logger = logging.getLogger(__name__)

@@ -67,8 +67,10 @@ from .first_call import WATCHED, note_reached
 from .forgotten import ForgottenTokens, open_forgotten
 from .hidden import HIDDEN, hidden_states_of_call
 from .hierarchy_context import CONTEXT, hierarchy_of_call
+from .hosts import count_heads
+from .refused_sharding import PARTITIONED, refuse_partitioned
 from .stock import HYPER_DOT, STOCK, eager_function, function_beneath, stock_name
-from .tensor_parallel import PARTITIONED, heads_of_rank, on_rank, refuse_partitioned
+from .tensor_parallel import heads_of_rank, on_rank
 
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
 
@@ -207,7 +209,7 @@ def read_call(
     reads_hidden = compiling or HIDDEN in attributes
     hidden = hidden_states_of_call(module, query.shape[2]) if reads_hidden else None
     has_ranks = dist.is_available() and dist.is_initialized()
-    heads = heads_of_rank(module, query.shape[1]) if has_ranks else None
+    heads = heads_of_rank(module, query.shape[1], count_heads) if has_ranks else None
     backend = getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto")
     has_chunks = hasattr(config, "attention_chunk_size")
     reads_cache = CACHE in attributes and not compiling

@@ -25,7 +25,7 @@ from weakref import WeakSet
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .hyper import Hyper
+from .hyper import Hyper, patched_hosts
 from .stock import OURS, PATCHED, RUNNING, STOCK, marked, stock_name
 
 RECORD = "hyperattn"
@@ -34,6 +34,8 @@ INTERNAL = "_attn_implementation_internal"
 #: Whether a model is being built or loaded. `resolve_stock` then checks the implementation that the
 #: loader asked for.
 LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
+#: Arguments of loaders that select files on the Hub.
+WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 #: Every living model. `running_on` finds here the models that run on a config object, when a user
 #: sets its name.
@@ -48,22 +50,6 @@ def running_on(config: Any) -> list[PreTrainedModel]:
         model for model in models if model is not None and getattr(model, "config", None) is config
     ]
     return sorted(on_it, key=lambda model: -len(list(model.modules())))
-
-
-def patched_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return an iterator over the patched attention layers: name and module."""
-    hosts = []
-    for name, module in model.named_modules():
-        hyper = module._modules.get("hyper")
-        if isinstance(getattr(hyper, "original_module", hyper), Hyper):
-            # The child may be a `Hyper`, or PEFT's wrapper around one.
-            hosts.append((name, module))
-    return iter(hosts)
-
-
-def unwrap_hyper(module: Any) -> Any:
-    """Return the `Hyper` inside PEFT's wrapper, or the module itself if it is not wrapped."""
-    return getattr(module, "original_module", module)
 
 
 def recorded_hosts(config: Any) -> list[str] | None:

@@ -18,8 +18,8 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from ..fields import short
 from ..files import parts_of, read_json
+from ..text import short
 from .checkpoint_config import is_recorded
 
 #: File names that a checkpoint may have: those Transformers reads and writes, without pickles,

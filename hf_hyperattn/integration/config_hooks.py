@@ -32,13 +32,12 @@ from .checkpoint_config import (
     all_configs,
     check_keys,
     list_configs,
-    patched_hosts,
     running_on,
     saved_name,
     sub_configs,
-    unwrap_hyper,
 )
 from .hooks import set_on_models, warn_replaced
+from .hyper import patched_hosts, unwrap_hyper
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import subclasses, wrap
 

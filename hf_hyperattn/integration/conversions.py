@@ -15,8 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig, MechanismConfig
-from ..fields import refuse, short
-from .checkpoint_config import inner_models_of, patched_hosts, ranks_of, recorded_hosts
+from ..fields import refuse
+from ..text import short
+from .checkpoint_config import inner_models_of, ranks_of, recorded_hosts
+from .hyper import patched_hosts
 from .modes import building_on
 from .offloaded import without_weights
 from .versions import warn_of_newer_versions

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from .checkpoint_config import MODELS, patched_hosts
+from .checkpoint_config import MODELS
+from .hyper import patched_hosts
 
 logger = logging.getLogger("hf_hyperattn")
 

@@ -16,9 +16,8 @@ from ..mechanisms.base import Host
 from ..readable import can_read
 from ..registry import MECHANISMS
 from .attach import all_hosts
-from .checkpoint_config import patched_hosts, unwrap_hyper
 from .hosts import NUMBER
-from .hyper_adapter import active_hyper
+from .hyper import active_hyper, patched_hosts, unwrap_hyper
 from .patching import base_model, route_families
 from .stock import HYPER_DOT, OURS, PATCHED, RUNNING, stock_name
 

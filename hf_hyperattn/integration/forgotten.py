@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..attached import attached_to
 from ..mechanisms.selection.cache import EVICTING, LayerCache
+from ..torch_private import make_wrapper, no_torch_function
 
 REFUSAL = (
     f"{EVICTING} does not hold the keys and values that this attention reads: it was made for another model or another "
@@ -34,13 +34,11 @@ class ForgottenTokens(Tensor):
     shown: Tensor
     # Attributes such as `shape` work without an override. Operations arrive in
     # `__torch_dispatch__`.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, shown: Tensor):
-        made = Tensor._make_wrapper_subclass(
-            cls, shown.shape, dtype=shown.dtype, device=shown.device
-        )
+        made = make_wrapper(cls, shown.shape, dtype=shown.dtype, device=shown.device)
         made.shown = shown
         return made
 

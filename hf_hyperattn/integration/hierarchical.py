@@ -19,7 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
 from ..registry import MECHANISMS
-from .checkpoint_config import list_configs, patched_hosts, unwrap_hyper
+from .checkpoint_config import list_configs
 from .class_swap import swap_class
 from .hierarchy_context import (
     CONTEXT,
@@ -32,6 +32,7 @@ from .hierarchy_context import (
     wrap_checkpoints,
 )
 from .hosts import find_hosts, is_cross_attention
+from .hyper import patched_hosts, unwrap_hyper
 
 NAME = "hierarchy"
 

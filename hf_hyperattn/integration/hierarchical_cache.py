@@ -17,9 +17,9 @@ from ..mechanisms.selection.cache import Keep, KeepWindows, LayerCache
 from ..mechanisms.sparse.evicted import find_reaches
 from ..mechanisms.sparse.layer import SparseLayer
 from ..readable import is_recorded
-from .checkpoint_config import patched_hosts, unwrap_hyper
 from .forgotten import ForgottenTokens
 from .hosts import host_facts
+from .hyper import patched_hosts, unwrap_hyper
 
 logger = logging.getLogger("hf_hyperattn")
 

@@ -15,6 +15,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..torch_private import find_backward_pass
+
 #: Attribute of an attention layer: the context of its model. None on layers that read other tokens
 #: than the hierarchy describes, such as the decoder of an encoder-decoder, or the images of a
 #: vision-language model.
@@ -100,7 +102,7 @@ def hierarchy_of_call(host: nn.Module, keywords: dict):
         host.__dict__[USED] = True
     # Within a backward pass torch has a graph task. A checkpoint that we could not wrap then runs
     # the layer without the context, and would silently compute something else.
-    recomputed = context.part is None and torch._C._current_graph_task_id() != -1
+    recomputed = context.part is None and find_backward_pass() != -1
     if hierarchy is None and recomputed and USED in host.__dict__:
         raise RuntimeError(
             f"{type(host).__name__} is computed again in the backward pass without the hierarchy of its call; "

@@ -47,18 +47,16 @@ from .checkpoint_config import (
     list_configs,
     list_models,
     name_before,
-    patched_hosts,
     recorded_hosts,
     running_on,
     saved_name,
     sub_configs,
-    unwrap_hyper,
 )
 from .conversions import rebuild_conversion
 from .first_call import watch_first_calls
 from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
-from .hyper import Hyper
+from .hyper import Hyper, patched_hosts, unwrap_hyper
 from .modes import make_ordinary
 from .patching import route_families
 from .record_check import check_loaded

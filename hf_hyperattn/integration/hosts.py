@@ -26,6 +26,8 @@ CROSS = re.compile(
 )
 #: A number between dots in the name of a module.
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+#: Attribute of an attention layer: the result of `count_heads`.
+HEADS = "_hyperattn_heads"
 
 #: How modules and configs name each number, in order of preference.
 NAMES = {
@@ -230,6 +232,19 @@ def layer_indices(names: list[str]) -> list[tuple[str, int]]:
                 varying[stack] = i
                 break
     return [(stack, numbers[varying[stack]] if numbers else 0) for stack, numbers in places]
+
+
+def count_heads(module: nn.Module) -> int:
+    """Return the number of an attention layer's heads, on all ranks together.
+
+    Raises:
+        ValueError: Neither module nor config says how many heads there are.
+    """
+    # Read once and kept: reading all settings in every call would take too long.
+    if HEADS not in module.__dict__:
+        dims = read_dims("a host", module, read_settings(getattr(module, "config", None)))
+        module.__dict__[HEADS] = dims["heads"]
+    return module.__dict__[HEADS]
 
 
 def read_settings(config: object) -> dict[str, Any]:

@@ -7,9 +7,11 @@ the plan.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ..mechanisms.base import Host, HostCall, MechanismLayer
@@ -99,3 +101,37 @@ def check_heads(layer: MechanismLayer, heads: tuple[int, ...], host: Host) -> No
             f"{host.heads}; allowed: heads=None, or a {type(layer).__name__} that passes heads to MechanismLayer, "
             "changes those alone (self.head_mask) and says honours_heads = True"
         )
+
+
+def patched_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Return an iterator over the patched attention layers: name and module."""
+    hosts = []
+    for name, module in model.named_modules():
+        hyper = module._modules.get("hyper")
+        if isinstance(getattr(hyper, "original_module", hyper), Hyper):
+            # The child may be a `Hyper`, or PEFT's wrapper around one.
+            hosts.append((name, module))
+    return iter(hosts)
+
+
+def unwrap_hyper(module: Any) -> Any:
+    """Return the `Hyper` inside PEFT's wrapper, or the module itself if it is not wrapped."""
+    return getattr(module, "original_module", module)
+
+
+def active_hyper(module: Any) -> Hyper | None:
+    """Return the `Hyper` that is in use at an attention layer.
+
+    Args:
+        module: The module at `host.hyper`: a `Hyper`, PEFT's wrapper around one, or a
+            `HyperAdapter`. None for a layer that is not patched.
+    """
+    # A `HyperAdapter` answers this itself. No `isinstance`: its module imports this one.
+    if hasattr(module, "running_hyper"):
+        return module.running_hyper
+    # PEFT's `ModulesToSaveWrapper` keeps one copy for each adapter.
+    copies = getattr(module, "modules_to_save", {})
+    names = [name for name in getattr(module, "active_adapters", []) if name in copies]
+    if names and not module.disable_adapters:
+        return copies[names[0]]
+    return getattr(module, "original_module", module)

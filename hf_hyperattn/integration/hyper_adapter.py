@@ -53,7 +53,10 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
 
     @property
     def running_hyper(self) -> Hyper | None:
-        """The `Hyper` that a call runs. None for the attention layer's own attention."""
+        """The `Hyper` that a call runs. None for the attention layer's own attention.
+
+        `active_hyper` reads it.
+        """
         return self.base_layer if self._disable_adapters else self.original_module
 
     def forward(
@@ -203,23 +206,6 @@ def base_hyper(host: nn.Module) -> Hyper | None:
     """Return the `Hyper` of a base model that was patched itself, or None."""
     hyper: Any = host._modules.get("hyper")
     return hyper.base_layer if isinstance(hyper, HyperAdapter) else hyper
-
-
-def active_hyper(module: Any) -> Hyper | None:
-    """Return the `Hyper` that is in use at an attention layer.
-
-    Args:
-        module: The module at `host.hyper`: a `Hyper`, PEFT's wrapper around one, or a
-            `HyperAdapter`.
-    """
-    if isinstance(module, HyperAdapter):
-        return module.running_hyper
-    # PEFT's `ModulesToSaveWrapper` keeps one copy for each adapter.
-    copies = getattr(module, "modules_to_save", {})
-    names = [name for name in getattr(module, "active_adapters", []) if name in copies]
-    if names and not module.disable_adapters:
-        return copies[names[0]]
-    return getattr(module, "original_module", module)
 
 
 def refuse_two(names: Sequence[str], what: str) -> None:

@@ -37,11 +37,11 @@ from ..selection import Choice
 from .adapter_config import hyper_wrappers, normalize_record
 from .attach import Selected, build_hypers, cut_to_depth, mark_initialized
 from .cache_of_call import add_cache_hooks, remove_cache_hooks
-from .checkpoint_config import RECORD, patched_hosts, unwrap_hyper, write_records
+from .checkpoint_config import RECORD, write_records
 from .first_call import watch_first_calls
 from .hidden import note_hidden, stop_noting
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
-from .hyper import Hyper
+from .hyper import Hyper, patched_hosts, unwrap_hyper
 from .hyper_adapter import HyperAdapter, base_hyper, hyper_adapters
 from .modes import building_on
 from .offloaded import without_weights

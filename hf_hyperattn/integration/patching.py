@@ -7,9 +7,9 @@ each. Every step runs inside `rollback_on_error`, so a failed call leaves the mo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -18,10 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import model_patches
 
 from ..config import HyperAttnConfig, MechanismConfig, Mode
-from ..fields import short
 from ..registry import get_mechanism
 from ..selection import Choice, select_heads, select_layers
-from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
+from ..text import short
 from .attach import (
     Selected,
     all_hosts,
@@ -37,16 +36,14 @@ from .checkpoint_config import (
     erase_records,
     inner_models_of,
     list_configs,
-    patched_hosts,
     recorded_hosts,
     running_on,
-    unwrap_hyper,
 )
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
 from .first_call import stop_watching
 from .hidden import form_of_hidden, stop_noting
 from .hierarchical import ignore_hierarchy, resolve_names
-from .hyper_adapter import refuse_adapters
+from .hyper import patched_hosts, unwrap_hyper
 from .modes import outside_inference_mode
 from .stock import OURS, PATCHED, check_beneath
 from .unsupported import check_parts, has_attention, unsupported
@@ -54,6 +51,28 @@ from .versions import warn_of_newer_versions
 
 logger = logging.getLogger("hf_hyperattn")
 Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class PatchListener:
+    """Functions that run when a model is patched or unpatched.
+
+    Args:
+        check: `check(base, what)` runs before each change. `what` is the name of the operation. It
+            raises ValueError if `base` must not change now.
+        after_patch: `after_patch(model, base)` runs when `base` has its added parameters. `model`
+            is the argument of `patch_model`, for example PEFT's wrapper around `base`.
+        after_unpatch: `after_unpatch(model, base)` runs when they are removed.
+    """
+
+    check: Callable[[PreTrainedModel, str], None]
+    after_patch: Callable[[nn.Module, PreTrainedModel], None]
+    after_unpatch: Callable[[nn.Module, PreTrainedModel], None]
+
+
+#: The listeners of every model. PEFT adapters register here: their modules import this one, so this
+#: one cannot import them.
+LISTENERS: list[PatchListener] = []
 
 
 def patch_model(
@@ -95,7 +114,7 @@ def patch_model(
     """
     config = gather_config(mechanisms, layers, heads, mode, include_cross_attention)
     base = base_model(model)
-    refuse_adapters(base, "patch_model")
+    check_listeners(base, "patch_model")
     if recorded_hosts(base.config) is not None or any(patched_hosts(base)):
         raise ValueError(
             f"{type(base).__name__}, or a model that it shares its config with, is patched already; call "
@@ -105,8 +124,23 @@ def patch_model(
         attach_hypers(base, *resolve_patch(base, config))
         # Adapters copy the added parameters, and copies made in inference mode cannot be trained.
         with outside_inference_mode():
-            give_adapters_hyper(model, base)
+            for listener in LISTENERS:
+                listener.after_patch(model, base)
     return model
+
+
+def check_listeners(base: PreTrainedModel, what: str) -> None:
+    """Raise if a listener refuses a change of a model.
+
+    Args:
+        base: The model that would change.
+        what: Name of the operation, for the error.
+
+    Raises:
+        ValueError: A listener refuses, for example because adapters contain a patch of their own.
+    """
+    for listener in LISTENERS:
+        listener.check(base, what)
 
 
 def resolve_patch(
@@ -165,7 +199,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
 
 def _unpatch_or_restore(model: nn.Module) -> nn.Module:
     base = base_model(model)
-    refuse_adapters(base, "unpatch_model")
+    check_listeners(base, "unpatch_model")
     hosts = dict(patched_hosts(base))
     recorded = recorded_hosts(base.config) or []
     name = conversion_of(base)
@@ -187,7 +221,8 @@ def _unpatch_or_restore(model: nn.Module) -> nn.Module:
     check_whole_model(base, len(hosts))
     with rollback_on_error(base):
         take_off(base)
-        take_hyper_from_adapters(model, base)
+        for listener in LISTENERS:
+            listener.after_unpatch(model, base)
     return model
 
 

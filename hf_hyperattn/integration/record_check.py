@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from ..config import read_record
 from ..registry import MECHANISMS, get_mechanism
-from .checkpoint_config import RECORD, is_recorded, list_configs, patched_hosts, recorded_hosts
+from .checkpoint_config import RECORD, is_recorded, list_configs, recorded_hosts
 from .hosts import find_hosts
+from .hyper import patched_hosts
 from .stock import marked
 
 logger = logging.getLogger("hf_hyperattn")

@@ -15,8 +15,9 @@ from ..config import HyperAttnConfig
 from .attach import patch_from_record, resolve_stock
 from .attention import family_mask, patched_forward
 from .call import note_all
-from .checkpoint_config import INTERNAL, all_configs, list_configs, patched_hosts, saved_name
+from .checkpoint_config import INTERNAL, all_configs, list_configs, saved_name
 from .conversions import rebuild_conversion
+from .hyper import patched_hosts
 from .record_check import check_loaded
 from .stock import PATCHED, RUNNING, marked, run_beneath
 

@@ -39,19 +39,18 @@ from .adapter_config import (
 from .attach import cut_to_depth
 from .checkpoint_config import (
     LOADING,
+    WHERE,
     all_configs,
     is_recorded,
     list_configs,
-    patched_hosts,
     recorded_hosts,
-    unwrap_hyper,
     without_records,
     write_records,
 )
-from .hyper import Hyper
+from .hyper import Hyper, patched_hosts, unwrap_hyper
 from .hyper_adapter import base_hyper, hyper_adapters
 from .record_check import warn_of_unused_parameters
-from .state_dicts import WHERE, check_saved_state_dict, warn_of_config, warn_of_noted
+from .state_dicts import check_saved_state_dict, warn_of_config, warn_of_noted
 from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
 

@@ -34,7 +34,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import HyperAttnConfig
 from .adapter_config import base_difference, describe_adapters, describe_base, normalize_record
-from .checkpoint_config import LOADING, RECORD, patched_hosts
+from .checkpoint_config import LOADING, RECORD
+from .hyper import patched_hosts
 from .record_check import FRESH, added_tensors, tensors_of_hosts
 from .stock import OURS
 from .wrapping import wrap
@@ -43,8 +44,6 @@ logger = logging.getLogger("hf_hyperattn")
 
 #: Names of the tensors read so far, while a checkpoint is loaded file by file. None otherwise.
 READ: ContextVar[set[str] | None] = ContextVar("hyperattn_tensors_read", default=None)
-#: Arguments of loaders that select files on the Hub.
-WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 #: Key in torch's metadata of a state dict: the attention of ours that its model ran.
 NOTED = "hf_hyperattn"
 

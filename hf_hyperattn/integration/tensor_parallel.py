@@ -13,7 +13,6 @@ Context parallelism, in which each rank has some tokens, raises an error.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,20 +24,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.func import functional_call
 
 from ..mechanisms.base import HostCall, MechanismLayer, Plan, RankHeads
-from .hosts import read_dims, read_settings
-
-#: Modules in which torch lists the functions that it replaced for context parallelism.
-CONTEXT_PARALLEL = (
-    "torch.distributed.tensor.experimental._context_parallel._attention",
-    "torch.distributed.tensor.experimental._attention",
-)
-#: Attribute that DeepSpeed's ZeRO-3 sets on modules whose parameters it partitions.
-PARTITIONED = "ds_id"
-#: Attribute of an attention layer: the number of its heads on all ranks together.
-HEADS = "_hyperattn_heads"
+from .refused_sharding import refuse_context_parallel
 
 
-def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
+def heads_of_rank(
+    module: nn.Module, count: int, count_all: Callable[[nn.Module], int]
+) -> RankHeads | None:
     """Return the heads of an attention layer that a call computes, None for all.
 
     A projection that is sharded by rows shows that ranks share the heads.
@@ -46,6 +37,8 @@ def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
     Args:
         module: The attention layer.
         count: Number of query heads in the call.
+        count_all: Returns the number of the layer's heads on all ranks together. It is called
+            only if ranks share the heads.
 
     Raises:
         ValueError: The call has neither all heads nor the rank's share, or ranks share the tokens.
@@ -56,11 +49,7 @@ def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
     for weight in module.parameters():
         if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
             mesh: Any = weight.device_mesh
-            # Read once and kept: reading all settings in every call would take too long.
-            if HEADS not in module.__dict__:
-                dims = read_dims("a host", module, read_settings(getattr(module, "config", None)))
-                module.__dict__[HEADS] = dims["heads"]
-            total: int = module.__dict__[HEADS]
+            total = count_all(module)
             # This plan gathers the output of the projections, so every rank has all heads.
             if count == total:
                 return None
@@ -71,39 +60,6 @@ def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
                 )
             return RankHeads(total, count * mesh.get_local_rank(), mesh)
     return None
-
-
-def refuse_context_parallel(module: nn.Module) -> None:
-    """Raise inside torch's `context_parallel`: each rank has some of the tokens.
-
-    It only supports SDPA, whose function it replaces.
-
-    Raises:
-        ValueError: Context parallelism is active.
-    """
-    # Missing upstream: a public function that tells whether `context_parallel` is active.
-    for name in CONTEXT_PARALLEL:
-        replaced = getattr(sys.modules.get(name), "_replaced_functions", {})
-        if nn.functional.scaled_dot_product_attention in replaced:
-            raise ValueError(
-                f"{type(module).__name__} was called within context parallelism (context_parallel, cp_size), which "
-                "gives every rank some of the tokens, while mechanisms of hf_hyperattn need all of them; allowed: "
-                "FSDP2 or tensor parallelism, or set_attn_implementation('sdpa') on a model that is not patched"
-            )
-
-
-def refuse_partitioned(hyper: nn.Module) -> None:
-    """Raise under DeepSpeed's ZeRO-3.
-
-    It empties parameters when their layer returns, and plans read them after that.
-
-    Raises:
-        ValueError: Always.
-    """
-    raise ValueError(
-        f"attention patched with {' and '.join(hyper._modules)} was called under DeepSpeed ZeRO-3, which takes added "
-        "parameters away while attention still reads them; allowed: zero_optimization.stage 1 or 2, or FSDP2"
-    )
 
 
 def on_rank(

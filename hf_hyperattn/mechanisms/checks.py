@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..fields import LARGEST, SMALLEST, refuse, short
+from ..fields import LARGEST, SMALLEST, refuse
 from ..readable import can_read
+from ..text import short
 
 if TYPE_CHECKING:
     from .base import Host

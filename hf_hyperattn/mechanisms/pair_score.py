@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from ..engines import DistanceTerm, PairScore, Points, ScoreTerm, Term, repeat_heads
 from ..engines.cpu import norms, squared_norms
@@ -22,6 +21,7 @@ from ..engines.graph_torch import evaluate_with_vjp, graph_of
 from ..engines.score import TERMS, euclidean_distances, loses_digits, working_dtype
 from ..engines.trace import Untraceable
 from ..geometry.scalars import at_least
+from ..torch_private import find_transform
 from .positions import subtract_first
 
 #: Prefixes of the arguments that are statistics of one vector.
@@ -311,6 +311,6 @@ class PairSpace(NamedTuple):
         columns = [repeat_heads(x, heads)[..., None, :] for x in column]
         parameters = [x[:, None, None] for x in head]
         # The compiler and torch.func differentiate plain operators. They cannot use `Dense`.
-        if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+        if torch.compiler.is_compiling() or find_transform() is not None:
             return term.definition.evaluate_logits(dot, rows, columns, parameters, squared)
         return Dense.apply(term, dot, squared, *rows, *columns, *parameters)

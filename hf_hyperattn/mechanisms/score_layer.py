@@ -13,7 +13,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..engines import Options, attention
 from ..engines.score import (
@@ -28,6 +27,7 @@ from ..engines.score import (
     upcast_for_grad,
 )
 from ..readable import can_read
+from ..torch_private import is_wrapped
 from .base import Host, HostCall, MechanismLayer, Plan
 
 #: A starting value.
@@ -102,11 +102,7 @@ class ScoreLayer(MechanismLayer):
         if gate is not None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
             # The usual parameter is recognised without the slower `can_read`, because this runs in
             # every decoding step. For the same reason one gate needs no `identical`.
-            plain = (
-                type(gate) is nn.Parameter
-                and not gate.is_meta
-                and not is_functorch_wrapped_tensor(gate)
-            )
+            plain = type(gate) is nn.Parameter and not gate.is_meta and not is_wrapped(gate)
             # A gate of 0 still has a gradient, so a layer that trains is not skipped.
             quiet = not torch.is_grad_enabled() or not self.needs_gradient()
             if (

@@ -792,7 +792,7 @@ def engines(check: Check) -> None:
 @register_contract("llama", "bert", about_learning=True)
 def compiled(check: Check) -> None:
     """`torch.compile(fullgraph=True)` gives the same outputs and gradients."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = check.make_patched_model(num_hidden_layers=1)
     once = torch.compile(model, fullgraph=True, backend="aot_eager")
     call = {"use_cache": False} if check.family in CAUSAL else {}

@@ -131,6 +131,29 @@ def test_the_next_safer_candidate_takes_the_place_of_one_refused(
     assert "of the pairs exceed a budget" in err
 
 
+def test_a_causal_model_gets_sparse_rules_unless_told(capsys, folder, tmp_path):
+    arguments = ["--length", "192", "--rows", "32", "--text", str(folder / "one.txt")]
+    more = ["--pairs", "0.6", "--allow-slower", "--output", str(tmp_path / "out")]
+    assert main(["inject", str(folder / "model"), *arguments, *more]) == 0
+    out = capsys.readouterr().out
+    assert report_of(tmp_path / "out")["asked"]["mechanism"] == "sparse"
+    saved, lost, verified = re.search("(Saved: .*)\n(Lost, .*)\n(Verification.*)\n", out).groups()
+    assert "of the attention pairs. At 192 tokens attention takes" in saved
+    assert "perplexity +" in lost or "perplexity -" in lost
+    assert "--pairs accepts any loss" in verified
+
+
+def test_after_the_tried_candidates_come_safer_ones(capsys, folder, tmp_path, monkeypatch):
+    """Each saves half as much as the one before; all have rules of their own."""
+    refusing(monkeypatch, 99)
+    report = {}
+    monkeypatch.setattr(command, "explain_refusal", lambda args, made, _: report.update(made) or "")
+    inject(capsys, folder, "--allow-slower", "--output", tmp_path / "out")
+    refused = [row["pairs"] for row in report["refused"]]
+    assert refused == sorted(refused) and len(set(refused)) == len(refused) >= 3
+    assert refused[-1] < 1
+
+
 @first_always("mechanism", ["sparse", "hsa"])
 def test_where_all_are_refused_nothing_is_written(capsys, folder, tmp_path, monkeypatch, mechanism):
     refusing(monkeypatch, 99)

@@ -29,13 +29,13 @@ from hf_hyperattn.cli.compare_training import (
     survey_recipe,
 )
 from hf_hyperattn.cli.console import print_report
-from hf_hyperattn.cli.list import GROUPS
 from hf_hyperattn.cli.models import mechanism_configs
 from hf_hyperattn.integration.conversions import CONVERSIONS
 from hf_hyperattn.registry import MECHANISMS
 from hub_cards import Result
 from hyperattn_cli import COMMANDS, LIGHT, patch_names, read_mechanisms
 from hyperattn_cli import CONVERSIONS as CONVERTED
+from hyperattn_cli.commands.list import GROUPS
 
 from . import tiny
 
@@ -113,7 +113,7 @@ def test_every_patch_can_be_named():
 
 def test_light_commands_import_nothing():
     for name in LIGHT:
-        tree = ast.parse((ROOT / "hf_hyperattn" / "cli" / f"{name}.py").read_text())
+        tree = ast.parse((ROOT / "hyperattn_cli" / "commands" / f"{name}.py").read_text())
         modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         modules |= {
             alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names

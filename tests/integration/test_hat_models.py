@@ -2,13 +2,15 @@
 
 import copy
 import importlib.util
+import inspect
+import json
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.integration import convert
@@ -321,3 +323,24 @@ def test_minilm():
     for layout in LAYOUTS:
         out = convert(model, ha.HatConfig(layout=layout))(**long)
         assert out.last_hidden_state.isfinite().all() and out.segment_states.shape == (1, 15, 384)
+
+
+@pytest.mark.parametrize("cls", [HatModel, HatForMaskedLM])
+def test_an_adapter_finds_its_base_class_wherever_its_module_is(cls, tmp_path):
+    model, given = hat(cls).float(), batch()
+    model.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(target_modules=["query"], init_lora_weights=False)
+    tuned = get_peft_model(cls.from_pretrained(tmp_path / "base"), lora).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    saved = json.loads(file.read_text())
+    assert saved["auto_mapping"]["base_model_class"] == cls.__name__
+    # Commit 5206cf7 wrote such a module.
+    saved["auto_mapping"]["parent_library"] = f"{ha.__name__}.integration.hat.modeling"
+    file.write_text(json.dumps(saved))
+    # Newer PEFT imports only packages that the caller allows.
+    has_list = "import_allowlist" in inspect.signature(AutoPeftModel.from_pretrained).parameters
+    allowed = {"import_allowlist": ["hf_hyperattn"]} if has_list else {}
+    again = AutoPeftModel.from_pretrained(tmp_path / "adapter", **allowed).eval()
+    assert type(again.get_base_model()) is cls
+    assert torch.equal(result(again, given), result(tuned, given))

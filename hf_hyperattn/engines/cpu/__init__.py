@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...readable import is_recorded, is_transformed
+from ...torch_private import count_dispatch_modes
 from .. import blockwise, native, serialize
 from ..options import Options
 from ..score import PairScore, requires_backward
@@ -88,7 +88,7 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> kernels.Decode
         return None
     readable = score.is_product or any(t.reader is not None for t in score.terms)
     # The kernel is called without an operator, which FLOP counters and other modes would miss.
-    watched = _get_current_dispatch_mode() or is_transformed()
+    watched = count_dispatch_modes() or is_transformed()
     return kernels.plan_decoding(score, options) if readable and not watched else None
 
 

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...readable import is_exporting, is_transformed
+from ...torch_private import count_dispatch_modes, is_forward_differentiated, is_wrapped
 from .. import native, serialize, triton
 from ..graph_torch import refuse_in_operator
 from ..options import Options
@@ -581,7 +579,7 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
     # differentiation: these need to see an operator.
     direct: Any = None
     recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not recorded and _get_current_dispatch_mode() is None and forward_ad._current_level < 0:
+    if not (recorded or count_dispatch_modes() or is_forward_differentiated()):
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
         # `raw` first: while tracing, a question about lengths would become a guard.
@@ -592,13 +590,7 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
             and type(x) is Tensor
         )
         learns = x.requires_grad and torch.is_grad_enabled()
-        if (
-            not raw
-            or learns
-            or x.numel() <= SMALL
-            or x.device.type != "cpu"
-            or is_functorch_wrapped_tensor(x)
-        ):
+        if not raw or learns or x.numel() <= SMALL or x.device.type != "cpu" or is_wrapped(x):
             squares.append(_square_rows(x, dtype, width))
             continue
         x = x if x.stride(-1) == 1 else x.contiguous()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...readable import can_read, is_recorded, is_transformed
+from ...torch_private import count_dispatch_modes
 from ..graph_torch import refuse_in_operator
 from ..selection import Lists, Summaries
 from . import library
@@ -435,7 +436,7 @@ def is_direct(*tensors: Tensor) -> bool:
     """
     # For one generated token, torch's dispatcher takes longer than the kernel.
     learned = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return not (learned or is_recorded() or torch._C._len_torch_dispatch_stack())
+    return not (learned or is_recorded() or count_dispatch_modes())
 
 
 def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int]:

@@ -25,8 +25,8 @@ from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
 from ..attach import Selected, attach_hypers, mark_initialized, resolve_overrides
 from ..call import note_all
-from ..checkpoint_config import unwrap_hyper
 from ..conversions import Conversion, keep_parts, register_conversion
+from ..hyper import unwrap_hyper
 from ..offloaded import drop_weights, in_memory, is_offloaded, offload_like, without_weights
 from ..patching import (
     check_own_attention,

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.layer import SharedLayer
-from ..checkpoint_config import patched_hosts, unwrap_hyper
 from ..conversions import REBUILDERS
+from ..hyper import patched_hosts, unwrap_hyper
 
 #: Names of separate query and key projections.
 PAIRS = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"), ("q", "k"))

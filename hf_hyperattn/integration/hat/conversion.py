@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ...fields import refuse, short
+from ...fields import refuse
 from ...mechanisms.hat.config import HatConfig
+from ...text import short
 from ..conversions import keep_parts
 from .configuration import SHARED, HatEncoderConfig
 from .heads import HatForMaskedLM, HatForSequenceClassification, HatForTokenClassification

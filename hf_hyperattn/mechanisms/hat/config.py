@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import MOST_SIZE, refuse, short
+from ...fields import MOST_SIZE, refuse
+from ...text import short
 
 Pooling = Literal["max", "mean", "tokens"]
 POOLING = get_args(Pooling)

@@ -27,6 +27,7 @@ from ...engines.options import full_precision
 from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
 from ...readable import can_read
+from ...torch_private import count_dispatch_modes
 
 # Separators of the names of tensors, and of the kinds of families in one name. No name contains
 # these characters.
@@ -108,7 +109,7 @@ def call_function(
     no_graph = can_read(*tensors) and not torch.is_grad_enabled()
     # Dispatch takes a good part of a decoding step, so skip it. Dispatch modes such as FLOP
     # counters need the operator.
-    if no_graph and not torch._C._len_torch_dispatch_stack():
+    if no_graph and not count_dispatch_modes():
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     if torch.onnx.is_in_onnx_export():
         raise ValueError(
@@ -317,11 +318,11 @@ def _count_flops(
     return int(2 * query[0] * function.pairs(query, key, dict(named), sizes, numbers) * each)
 
 
-@register_flop_formula(hsa._opoverload._overloadpacket)
+@register_flop_formula(torch.ops.hf_hyperattn.hsa)
 def _(tensors, names, sizes, numbers, *_, **__) -> int:
     return _count_flops(tensors, names, sizes, numbers, False)
 
 
-@register_flop_formula(compute_hsa_gradients._opoverload._overloadpacket)
+@register_flop_formula(torch.ops.hf_hyperattn.hsa_backward)
 def _(grads, results, tensors, names, sizes, numbers, *_, **__) -> int:
     return _count_flops(tensors, names, sizes, numbers, True)

@@ -21,6 +21,7 @@ from ...engines.options import position_mask
 from ...engines.reference import apply_dropout, softmax_with_sinks
 from ...geometry.scalars import at_least
 from ...readable import is_exporting
+from ...torch_private import assert_in_graph
 from ..selection.places import text_starts
 from .config import Rule
 from .open_blocks import is_open
@@ -88,7 +89,7 @@ def attend_densely(
         )
         more = (~mask & pairs[:, None]).flatten(1).any(1)
         if is_exporting():
-            torch._assert_async(
+            assert_in_graph(
                 ~more.any(), "hsa with tying='both' got a mask that hides more than padding"
             )
         weights = weights.masked_fill(more[:, None, None, None], float("nan"))

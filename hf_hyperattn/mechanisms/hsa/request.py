@@ -15,6 +15,7 @@ from torch import Tensor
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read, is_exporting, is_transformed
+from ...torch_private import count_dispatch_modes
 from ..selection.cache import EVICTING, KeepWindows, LayerCache
 from ..selection.places import Reading, read_mask
 from . import operator, portable
@@ -306,7 +307,7 @@ def attend_cached(
     check_kept(cache, rule)
     levels = cached_levels(cache, options, hierarchy, key, ask["offset"] + query.shape[2])
     # FLOP counters see only operators, so under a dispatch mode the call must go through one.
-    if levels is None or (cache.keep is None and torch._C._len_torch_dispatch_stack()):
+    if levels is None or (cache.keep is None and count_dispatch_modes()):
         return None
     if levels.held is not None and not native.can_serve(query):
         return attend_evicted(query, levels, **ask)

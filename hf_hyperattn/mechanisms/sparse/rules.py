@@ -29,8 +29,9 @@ from torch import Tensor
 from ...engines import repeat_heads
 from ...engines.score import working_dtype
 from ...engines.selection import Rule
-from ...fields import KnownFields, check_field, option, short
+from ...fields import KnownFields, check_field, option
 from ...readable import can_read
+from ...text import short
 from ..selection.growing import TAKEN_BACK
 
 #: Every rule's class, by the name in configs.

@@ -318,7 +318,7 @@ def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
     # P_w, then the softmax.
     d_weights = backward_mix(talk.after, into.after, weights, d_mixed_weights)
     # The derivative of the softmax, from its output.
-    d_mixed_logits = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+    d_mixed_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
     if grads.sinks is not None and sunk is not None:
         # A sink is one more logit of the softmax, without a value.
         share = -sunk * (d_weights * weights).sum(-1, keepdim=True)

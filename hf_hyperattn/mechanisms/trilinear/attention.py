@@ -235,11 +235,11 @@ def _count_flops(shapes: Sequence, ints: Sequence[int], backward: bool) -> int:
     return 2 * batch * heads * queries * math.prod(reach) * each
 
 
-@register_flop_formula(simplicial_forward._opoverload._overloadpacket)
+@register_flop_formula(torch.ops.hf_hyperattn.simplicial)
 def _(tensors, extras, ints, *_, **__) -> int:
     return _count_flops(tensors, ints, False)
 
 
-@register_flop_formula(simplicial_backward._opoverload._overloadpacket)
+@register_flop_formula(torch.ops.hf_hyperattn.simplicial_backward)
 def _(grad, out, lse, tensors, needs_grad, extras, ints, *_, **__) -> int:
     return _count_flops(tensors, ints, True)

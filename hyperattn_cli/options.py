@@ -1,35 +1,21 @@
-"""The `hyperattn` command: its options, sub-commands and error messages.
+"""The options of every sub-command.
 
-This module lies outside the package, so that `--help` works without importing torch. A sub-command
-is the function `run(args) -> int | None` of the module with its name in `hf_hyperattn.cli`.
+The docstring of an `add_*_options` function is what `--help` prints.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import functools
-import importlib.util
-import json
-import os
-import re
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-#: Longer error messages are cut: an argument may hold a whole file.
-MAX_ERROR_LENGTH = 1000
-#: Largest value of an option that counts something.
-MAX_COUNT = 10**9
+from .parser import Parser
+from .values import parse_duration, parse_recipe, parse_recipes, parse_setting
+
 #: Mechanisms that `hyperattn inject` can apply without training.
 MECHANISMS = ("hsa", "sparse", "collaborative")
 #: Mechanisms that `hyperattn convert` can apply; they change the architecture.
 CONVERSIONS = ("collaborative", "hat")
-#: Sub-commands whose modules import only the standard library, so that they start without torch.
-LIGHT = ("completion", "list")
 #: Sub-commands that read no model and therefore have no --import.
 WITHOUT_MODELS = ("autoload", "completion", "recover")
 SHELLS = ("bash", "zsh", "fish")
@@ -42,188 +28,6 @@ Examples:
   hyperattn compare MODEL --text book.txt --mechanisms cone,none --budget 20min
   hyperattn inject MODEL --mechanism hsa --text book.txt --output DIR
   hyperattn COMMAND --help                     options and examples of a command"""
-#: Seconds per unit of --budget.
-UNITS = {"s": 1, "min": 60, "h": 3600}
-#: Patterns of argparse's messages, each with the message that replaces it.
-REWRITTEN_ERRORS = (
-    (
-        r"argument (\S+): invalid int value: (.*)",
-        r"\1 \2 is no whole number; allowed: digits, such as \1 1024",
-    ),
-    (r"argument (\S+): invalid float value: (.*)", r"\1 \2 is no number; allowed: such as \1 0.02"),
-    (r"argument (\S+): expected one argument", r"\1 needs a value; allowed: \1 VALUE"),
-    (r"argument (\S+): expected at least one argument", r"\1 needs a value; allowed: \1 VALUE ..."),
-    (
-        r"argument (\S+): ignored explicit argument (.*)",
-        r"\1 takes no value, and got \2; allowed: \1 by itself",
-    ),
-    (r"the following arguments are required: (.*)", r"\1 is missing; add it"),
-    (r"argument ([^ :]+): (.*)", r"\1: \2"),
-)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser with one-line errors that name the allowed input.
-
-    Unlike argparse, it rejects an option that is given twice.
-    """
-
-    words: Sequence[str] = ()
-    given: set[argparse.Action] = set()
-
-    def error(self, message: str):
-        # argparse wraps some messages; an error is always one line.
-        message = " ".join(message.split())
-        # A misspelt option is the more likely cause than a missing one, so report it first.
-        if message.startswith("the following arguments are required"):
-            self._check_options(
-                [word for word in self.words if not self._is_option(word.partition("=")[0])]
-            )
-        for pattern, words in REWRITTEN_ERRORS:
-            if re.fullmatch(pattern, message):
-                message = re.sub(pattern, words, message)
-                break
-        # Control characters in an argument must not reach the terminal.
-        message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-        if len(message) > MAX_ERROR_LENGTH:
-            message = f"{message[: MAX_ERROR_LENGTH - 3]}..."
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    def parse_known_args(self, args=None, namespace=None):
-        """Parse as argparse does, but let the sub-command report unknown arguments."""
-        self.words = sys.argv[1:] if args is None else list(args)
-        self.given = set()
-        known, unknown = super().parse_known_args(args, namespace)
-        self._check_options(unknown)
-        if unknown:
-            self.error(
-                f"{unknown[0]!r} is one argument too many; leave it out, or quote what holds spaces"
-            )
-        return known, unknown
-
-    def _is_option(self, word: str) -> bool:
-        return any(option.startswith(word) for option in self._option_string_actions)
-
-    def _check_options(self, unknown: Sequence[str]) -> None:
-        """Report the first unknown word that looks like an option."""
-        options = (word for word in unknown if word.startswith("-") and len(word) > 1)
-        for option in options:
-            word = option.partition("=")[0]
-            hint = suggest_nearest(word, self._option_string_actions)
-            self.error(f"no option {word!r}; leave it out{hint}")
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Read the values of an option; report an option that is given twice."""
-        # argparse would silently keep the last value. Options that append may be repeated.
-        may_repeat = not action.option_strings or isinstance(action, argparse._AppendAction)
-        if action in self.given and not may_repeat:
-            behind = ", with all files behind it" if action.nargs == "+" else ""
-            self.error(f"{action.option_strings[-1]} is given twice; allowed: once{behind}")
-        self.given.add(action)
-        return super()._get_values(action, arg_strings)  # type: ignore[misc]
-
-    def _check_value(self, action: argparse.Action, value: Any):
-        if action.choices is not None and value not in action.choices:
-            kind = (action.metavar or action.dest or "value").lower()
-            allowed = ", ".join(action.choices)
-            hint = suggest_nearest(value, action.choices)
-            self.error(f"no {kind} {value!r}; allowed: {allowed}{hint}")
-
-
-def suggest_nearest(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean ...?" if one of the words is similar, else ""."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-@functools.cache
-def find_package_folder() -> Path:
-    """Find the folder of `hf_hyperattn` without importing the package.
-
-    Raises:
-        ValueError: Python does not find the package.
-    """
-    spec = importlib.util.find_spec("hf_hyperattn")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("the package hf_hyperattn is not where Python looks; install it with pip")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-@functools.cache
-def read_mechanisms() -> dict[str, dict[str, Any]]:
-    """Return the entries of `hyperattn list` by mechanism.
-
-    They come from a JSON file, so that no torch is needed; a test compares it with the registry.
-    """
-    return json.loads(
-        (find_package_folder() / "cli" / "mechanisms.json").read_text(encoding="utf-8")
-    )
-
-
-#: Entries of `hyperattn list` for mechanisms that --import registered, by name.
-IMPORTED: dict[str, dict[str, Any]] = {}
-
-
-def list_all_mechanisms() -> dict[str, dict[str, Any]]:
-    """Return the entries of the package's mechanisms and of imported ones."""
-    return read_mechanisms() | IMPORTED
-
-
-def patch_names() -> list[str]:
-    """Return the values of --mechanism: mechanisms that patch, and attention names."""
-    known = list_all_mechanisms()
-    names = [name for name, about in known.items() if "patch_model" in about["how"]]
-    attention_names = [name for about in known.values() for name in about["names"]]
-    # A dict removes duplicates and keeps the order.
-    return list(dict.fromkeys([*names, *attention_names]))
-
-
-def parse_recipe(text: str) -> str:
-    """Check the value of --mechanism: known names joined by "+"."""
-    for name in text.split("+"):
-        if name not in patch_names():
-            allowed = ", ".join(patch_names())
-            hint = suggest_nearest(name, patch_names())
-            raise argparse.ArgumentTypeError(
-                f"no mechanism {name!r}; allowed: {allowed}; several with +{hint}"
-            )
-    return text
-
-
-def parse_recipes(text: str) -> list[str]:
-    """Parse the value of --mechanisms: recipes and "none", separated by commas."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name != "none":
-            parse_recipe(name)
-    if len(set(names)) < len(names) or set(names) == {"none"}:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no comparison; allowed: names once each, such as cone,hype,none"
-        )
-    return names
-
-
-def parse_duration(text: str) -> float:
-    """Parse a time such as 90s, 20min or 1.5h into seconds."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|min|h)", text)
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no time; allowed: such as 90s, 20min or 1.5h"
-        )
-    return float(match[1]) * UNITS[match[2]]
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE of --set; a value that is not JSON is a string."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no setting; allowed: NAME=VALUE, such as rank=96"
-        )
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def add_autoload_options(add: Callable) -> None:
@@ -708,13 +512,13 @@ def add_inject_options(add: Callable) -> None:
     Each text is split into three parts: measure, choose, verify. Causal models are
     also tested on retrieval: copying, needles, variables, few-shot examples.
     A task that the original model cannot do is reported and does not decide.
-    If verification exceeds a budget, the next safer combination is tried. If none
-    passes, nothing is written and the exit code is 1.
+    If verification exceeds a budget, safer combinations follow. If none passes,
+    nothing is written and the exit code is 1.
 
     Examples:
-      hyperattn inject MODEL --mechanism sparse --text book.txt code.txt --output small
-      hyperattn inject MODEL --mechanism sparse --text book.txt --pairs 0.3 --output small
-      hyperattn inject ENCODER --mechanism hsa --text docs.txt --length 512 --output small
+      hyperattn inject MODEL --text book.txt code.txt --output small
+      hyperattn inject MODEL --text book.txt --pairs 0.3 --output small
+      hyperattn inject ENCODER --text docs.txt --length 512 --output small
       hyperattn inject ENCODER --mechanism collaborative --rank 192 --output small
     """
     add_inject_required_options(add)
@@ -728,13 +532,6 @@ def add_inject_required_options(add: Callable) -> None:
     required = add_group(add, "required")
     required("model", metavar="MODEL", help="folder or Hub id of a causal LM or a text encoder")
     required(
-        "--mechanism",
-        required=True,
-        metavar="NAME",
-        help="sparse: windows, pages, single keys (causal models); hsa: distant keys as block means (both); "
-        "collaborative: shared query/key dimensions; needs --rank",
-    )
-    required(
         "--text",
         nargs="+",
         metavar="FILE",
@@ -746,6 +543,12 @@ def add_inject_required_options(add: Callable) -> None:
 def add_inject_saving_options(add: Callable) -> None:
     """Add the options of `inject` that say how much to save."""
     saving = add_group(add, "how much to save")
+    saving(
+        "--mechanism",
+        metavar="NAME",
+        help="sparse: windows, pages, single keys; hsa: distant keys as block means; collaborative: shared query/key "
+        "dimensions, needs --rank (default: sparse for causal models, hsa for encoders)",
+    )
     saving(
         "--budget",
         type=float,
@@ -964,38 +767,6 @@ COMMANDS = {
     "push": add_push_options,
     "recover": add_recover_options,
 }
-#: Smallest value of every option that counts something, by command.
-MIN_COUNTS = {
-    "bench": {"length": 2, "generate": 2, "repeats": 1},
-    "compare": {"steps": 2, "seeds": 3, "length": 16, "held_out": 1, "rank": 1},
-    "demo": {"length": 2, "tokens": 32, "generate": 1},
-    "heal": {"lora": 1, "steps": 1, "length": 32, "save_every": 1},
-    "eval": {"length": 2, "tokens": 32},
-    "hyperbolicity": {"tokens": 32, "points": 8, "size": 4, "draws": 1, "seed": 0},
-    "inject": {"length": 64, "rows": 16, "rank": 1},
-    "look": {"length": 32, "query": 0},
-}
-_SHARE = ("above 0 and below 1", lambda value: 0 < value < 1)
-_UP_TO_1 = ("above 0, up to 1", lambda value: 0 < value <= 1)
-#: Allowed values of other numeric options, in words and as a test, by command.
-RANGES: dict[str, dict[str, tuple[str, Callable[[float], bool]]]] = {
-    "compare": {
-        "rate": _SHARE,
-        "added_rate": _SHARE,
-        "seeds": ("3 to 100", lambda value: value <= 100),
-    },
-    "heal": {
-        "lr": _UP_TO_1,
-        "patch_lr": _UP_TO_1,
-        "seed": ("0 to 2**31 - 1", lambda value: 0 <= value < 2**31),
-    },
-    "inject": {
-        "budget": (f"{_SHARE[0]}, such as 0.02", _SHARE[1]),
-        "pairs": _UP_TO_1,
-        "retrieval_budget": ("above 0, up to 1000", lambda value: 0 < value <= 1000),
-        "seed": ("0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
-    },
-}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -1031,201 +802,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def load_command_module(command: str) -> ModuleType | Any:
-    """Load the module whose `run` executes a sub-command.
-
-    Modules in `LIGHT` are loaded from their file: importing the package would import torch.
-    """
-    if command not in LIGHT:
-        return importlib.import_module(f"hf_hyperattn.cli.{command}")
-    spec: Any = importlib.util.spec_from_file_location(
-        f"hyperattn_{command}", find_package_folder() / "cli" / f"{command}.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, 2 for bad input, or 130 after an interrupt."""
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character gets its escape code instead of an error.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words:
-        build_parser().print_help()
-        return 0
-    IMPORTED.clear()
-    # Import before parsing: the other options may name a mechanism that a module registers.
-    try:
-        import_modules(find_imports(words))
-    except ValueError as error:
-        if "--traceback" in words:
-            raise
-        print(f"hyperattn {words[0]}: error: {format_error(error)}", file=sys.stderr)
-        return 2
-    args = build_parser().parse_args(words)
-    args.argv = words
-    try:
-        check_counts(args)
-        return load_command_module(args.command).run(args) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader closed the pipe (`hyperattn ... | head`). Python would fail again when it
-        # flushes stdout at exit, so send the rest to the null device.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:
-        if args.traceback:
-            raise
-        print(f"hyperattn {args.command}: error: {format_error(error)}", file=sys.stderr)
-        return 2
-
-
-def find_imports(words: Sequence[str]) -> list[str]:
-    """Return the values of --import, without parsing the other options."""
-    if words[0] not in COMMANDS or words[0] in WITHOUT_MODELS:
-        return []
-    after = [value for word, value in zip(words, words[1:]) if word == "--import"]
-    return [*after, *(word.partition("=")[2] for word in words if word.startswith("--import="))]
-
-
-def describe_mechanism(mechanism: Any) -> dict[str, Any]:
-    """Return the `hyperattn list` entry of an imported mechanism."""
-    config = mechanism.config
-    line = (config.__doc__ or "").strip().partition("\n")[0].rstrip(".") or "its module says"
-    return {
-        "group": "own",
-        "summary": line,
-        "title": line,
-        "use_to": line,
-        "at_start": ['mode="blend" (default): same output as the original model'],
-        "time": "not measured",
-        "stage": mechanism.stage,
-        "how": ["patch_model"],
-        "names": list(mechanism.names),
-        "config": config.__name__,
-        "defaults": {key: value for key, value in config().to_dict().items() if key != "mechanism"},
-        "paper": mechanism.paper,
-    }
-
-
-def import_modules(names: Iterable[str]) -> None:
-    """Import modules or .py files, and note the mechanisms that they register.
-
-    A file is imported under its own name: a checkpoint records the module that defined a score.
-
-    Args:
-        names: Names of modules (the current folder is searched first) or paths of .py files.
-
-    Raises:
-        ValueError: A module is missing, or raises an error during import.
-    """
-    names = list(names)
-    if not names:
-        return
-    registry: Any = importlib.import_module("hf_hyperattn.registry")
-    importlib.import_module("hf_hyperattn")
-    for name in names:
-        before = set(registry.MECHANISMS)
-        module = import_module(name)
-        for key, mechanism in registry.MECHANISMS.items():
-            # A module that was imported before registers nothing now, but its mechanisms still
-            # count.
-            if key not in before or mechanism.config.__module__ == module:
-                IMPORTED[key] = describe_mechanism(mechanism)
-
-
-def import_module(name: str) -> str:
-    """Import one value of --import and return the name of the module.
-
-    Raises:
-        ValueError: The module is missing, raises an error, or another module has its name.
-    """
-    folder, module = locate_module(name)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        imported = importlib.import_module(module)
-    except Exception as error:
-        # An import inside the module may fail too; only the module itself is "not there".
-        if isinstance(error, ModuleNotFoundError) and module.startswith(f"{error.name}"):
-            allowed = "a .py file, or a module that Python finds from this folder"
-            raise ValueError(
-                f"--import {name}: no module of this name; allowed: {allowed}"
-            ) from error
-        raise ValueError(f"--import {name} failed: {type(error).__name__}: {error}") from error
-    file = getattr(imported, "__file__", None)
-    if name.endswith(".py") and (file is None or not os.path.samefile(file, name)):
-        raise ValueError(
-            f"--import {name}: Python knows another module {module!r} ({file or 'built in'}); rename the file"
-        )
-    return module
-
-
-def locate_module(name: str) -> tuple[str, str]:
-    """Return the folder to search and the module name for a value of --import.
-
-    Raises:
-        ValueError: The file does not exist, or the name is no module name.
-    """
-    folder, module = os.getcwd(), name
-    if name.endswith(".py"):
-        path = Path(name).resolve()
-        if not path.is_file():
-            raise ValueError(
-                f"--import {name}: no such file; allowed: a .py file, or a module's name"
-            )
-        folder, module = str(path.parent), path.stem
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
-        raise ValueError(
-            f"--import {name}: no module's name; allowed: such as my_scores, or my_scores.py"
-        )
-    return folder, module
-
-
-def check_counts(args: argparse.Namespace) -> None:
-    """Raise ValueError if a numeric option is out of its range."""
-    for option, least in MIN_COUNTS.get(args.command, {}).items():
-        value = getattr(args, option)
-        if value is not None and not least <= value <= MAX_COUNT:
-            bound = f"{least} or more" if value < least else f"up to {MAX_COUNT:,}"
-            raise ValueError(
-                f"--{option.replace('_', '-')} {value} is not allowed; allowed: {bound}"
-            )
-    for option, (allowed, fits) in RANGES.get(args.command, {}).items():
-        value = getattr(args, option)
-        if value is not None and not fits(value):
-            shown = f"{value:g}" if isinstance(value, float) else value
-            raise ValueError(
-                f"--{option.replace('_', '-')} {shown} is not allowed; allowed: {allowed}"
-            )
-
-
-def format_error(error: BaseException) -> str:
-    """Return an exception as one printable line."""
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
-    # ValueError and OSError report bad input. Any other type is a bug, so name it and the next
-    # step.
-    if not text or not isinstance(error, (ValueError, OSError)):
-        kind = type(error).__name__
-        text = f"{kind}: {text}" if text else kind
-        text += "; --traceback shows where"
-    return text if len(text) <= MAX_ERROR_LENGTH else f"{text[: MAX_ERROR_LENGTH - 3]}..."
-
-
 def _read_version() -> str:
     try:
         return version("hf-hyperattn")
     except PackageNotFoundError:
         return "(not installed)"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The sub-commands of `hyperattn`, one module each: `run(args)` executes it."""
