@@ -513,9 +513,9 @@ def test_links_within_the_hubs_cache_are_followed(tmp_path):
 
 
 def test_functions_are_imported_from_the_copies_of_their_modules():
-    files = flat_copies(["hf_hyperattn.mechanisms.hyperbolic.midpoint"], "")
+    files = flat_copies(["hf_hyperattn.mechanisms.hyperbolic.reference"], "")
     assert (
         "from .hyperattn_engines_cpu import norms\n"
-        in files["hyperattn_mechanisms_hyperbolic_midpoint.py"]
+        in files["hyperattn_mechanisms_hyperbolic_reference.py"]
     )
     assert "from .hyperattn_engines_cpu_kernels import norms" in files["hyperattn_engines_cpu.py"]

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
-from ...engines.score import READERS, Numbers, Reader, VectorReader, repeat_heads, working_dtype
+from ...engines.score import READERS, Numbers, Reader, VectorReader
 from ..base import Host
-from ..point_score import PointSpace, PointVectors
-from ..score_layer import ScoreLayer
+from ..score_layer import PointSpace, PointVectors, ScoreLayer
 from .config import ConeConfig
 from .reference import (
     MAPPINGS,
@@ -52,7 +51,8 @@ class ConeVectors(PointVectors):
         for penumbral, then the factor of squared distances.
         """
         space, scale = self.space, self.scale
-        dtype = working_dtype(self.query, self.key)
+        dtypes = self.query.dtype, self.key.dtype
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         heads, dim = self.query.shape[1], self.query.shape[-1]
         gamma, radius = space.read_parameters(dtype, self.query.device)
         height_factor, gap_factor, rim = space.compute_factors(gamma, radius)
@@ -63,8 +63,9 @@ class ConeVectors(PointVectors):
             height, stretch = height_and_stretch_from_parts(last, norm, dim, space.mapping)
             # |X|². It stays 0 for norm 0, even if the square of the stretch alone would overflow.
             length = norm * stretch * stretch
-            if len(gamma) > 1:
-                height = repeat_heads(height, heads)
+            if len(gamma) > 1 and x.shape[1] != heads:
+                owner = torch.arange(heads, device=x.device) // (heads // self.key.shape[1])
+                height = height.index_select(1, owner)
             heights = space.scale_heights(height * height_factor[:, None], rim)
             sides.append([*heights, length])
             self.stretches.append(stretch)
@@ -139,7 +140,8 @@ class ConeSpace(PointSpace):
         if self.variant == "penumbral":
             # r² of the scaled lengths, in which gamma is 1.
             head = (self.radius**2 * (self.gamma if self.squared else self.gamma**2), 1.0)
-        return VectorReader(name=self.reader, parameters=self.parameters, head=head)
+        parameters = self.gamma, self.radius
+        return VectorReader(name=self.reader, parameters=parameters, head=head)
 
     def compute_logits(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the dense logits [B, H, N, M] from the definition."""

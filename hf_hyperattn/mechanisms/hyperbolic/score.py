@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...engines.score import READERS, Numbers, Reader, VectorReader, repeat_heads, working_dtype
 from ..base import Host, Plan
-from ..point_score import PointSpace, PointVectors
-from ..score_layer import ScoreLayer
+from ..score_layer import PointSpace, PointVectors, ScoreLayer
 from .config import HyperbolicConfig
 from .midpoint import make_aggregation
 from .reference import (
