@@ -207,8 +207,11 @@ def test_the_installed_command_works(site):
 
 LEVELS = [name for name in native.LEVELS if name in native.read_levels()]
 CROSS = "aarch64-linux-gnu-g++"
+#: A level takes 40 s of one core. The oldest and the newest of this CPU are compiled; release.py compiles all.
+BUILT = LEVELS[:1] + LEVELS[1:][-1:]
 #: Of all scores only those that these tests use are compiled.
-CARRIED = " ".join([*native.LEVELS, "umbral", "geodesic", "dot+*umbral_on_product"])
+SCORES = ["umbral", "geodesic", "dot+*umbral_on_product"]
+CARRIED = " ".join([*BUILT, *SCORES])
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +231,7 @@ def prebuilt_site(prebuilt_wheel, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 20 s of one core a level
+@pytest.mark.timeout(900)
 def test_the_prebuilt_wheel_holds_kernels_and_the_plain_one_none(prebuilt_wheel, archive, tmp_path):
     assert (
         prebuilt_wheel.name.split("-")[2:4] == ["py3", "none"]
@@ -236,7 +239,7 @@ def test_the_prebuilt_wheel_holds_kernels_and_the_plain_one_none(prebuilt_wheel,
     )
     with zipfile.ZipFile(prebuilt_wheel) as held:
         names = {name for name in held.namelist() if ".dist-info/" not in name}
-    files = ("manifest.json", *(f"{level}.so" for level in native.OF_MACHINES["x86_64"]))
+    files = ("manifest.json", *(f"{level}.so" for level in BUILT))
     kernels = {f"hf_hyperattn/engines/prebuilt/{name}" for name in files}
     expected = {"hf_hyperattn_autoload.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
     assert names == expected | kernels
@@ -316,7 +319,7 @@ print(carried.level)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("level", ["1", *LEVELS])
+@pytest.mark.parametrize("level", ["1", *BUILT])
 def test_the_prebuilt_wheel_computes_without_a_compiler(prebuilt_site, tmp_path, level):
     """Forward, a training step, decoding and key-tied attention, each on the compiled engine."""
     alone = {
@@ -325,7 +328,7 @@ def test_the_prebuilt_wheel_computes_without_a_compiler(prebuilt_site, tmp_path,
         "HF_HYPERATTN_BUILD_DIR": str(tmp_path / "built"),
     }
     said = use(prebuilt_site, WORK, HF_HYPERATTN_NATIVE=level, **alone).split()
-    assert said == [level] if level != "1" else said[0] in LEVELS
+    assert said == [level] if level != "1" else said == BUILT[-1:]
 
 
 @pytest.mark.slow
@@ -336,7 +339,7 @@ def test_a_wheel_for_aarch64_is_made_by_a_cross_compiler_and_computes(
 ):
     """Under emulation, where HF_HYPERATTN_AARCH64_PYTHON is a Python of AArch64 with what the package needs."""
     monkeypatch.setenv("CXX", CROSS)
-    wheel = build("wheel", archive, tmp_path, CARRIED)
+    wheel = build("wheel", archive, tmp_path, " ".join(["armv8", *SCORES]))
     assert re.search(r"-py3-none-manylinux_2_\d+_aarch64\.whl$", wheel.name)
     with zipfile.ZipFile(wheel) as held:
         assert [Path(name).name for name in held.namelist() if name.endswith(".so")] == ["armv8.so"]
