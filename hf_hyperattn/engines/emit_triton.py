@@ -519,7 +519,7 @@ class CaseSorter:
     #: Values with more conditions stay as they are: cases double with each condition.
     MOST = 5
     #: So do values of which fewer conditions are shared: they fit in registers. Sorting three would
-    #: cost umbral attention beside a product a fifth of its backward pass (counted for sm_90).
+    #: cost umbral attention with a dot product a sixth of its backward pass (counted for sm_90).
     FEWEST = 4
 
     def __init__(self, nodes: Iterable[Node]):
