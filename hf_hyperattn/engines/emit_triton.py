@@ -518,6 +518,9 @@ class CaseSorter:
 
     #: Values with more conditions stay as they are: cases double with each condition.
     MOST = 5
+    #: So do values of which fewer conditions are shared: they fit in registers. Sorting three would
+    #: cost umbral attention with a dot product a sixth of its backward pass (counted for sm_90).
+    FEWEST = 4
 
     def __init__(self, nodes: Iterable[Node]):
         self.memory: dict[tuple[Node, frozenset], Node] = {}
@@ -556,7 +559,9 @@ class CaseSorter:
                 for condition in self.list_conditions(other.args[0]):
                     if condition in self.shared and decide(condition, known) is None:
                         counts[condition] = counts.get(condition, 0) + 1
-        if not counts or (not known and len(counts) > self.MOST):
+        if not counts or len(self.shared) < self.FEWEST:
+            return node
+        if not known and len(counts) > self.MOST:
             return node
         # The condition that most choices depend on goes first.
         condition = max(counts, key=lambda c: (counts[c], -c.order))

@@ -348,12 +348,12 @@ class Tracer(TorchDispatchMode):
         # another one.
         self.nodes: dict[int, tuple[Tensor, Node]] = {}
 
-    def add_argument(self, op: str, place: int = 0) -> Tensor:
+    def add_argument(self, op: str, place: int | str = 0) -> Tensor:
         """Return a new argument of the term.
 
         Args:
-            op: One of LEAVES.
-            place: Index of a statistic or parameter. Default: 0.
+            op: One of LEAVES, or "local".
+            place: Index of a statistic or parameter, or name of a local variable. Default: 0.
         """
         # Float32 on the CPU, whatever the default dtype and device: emitted kernels compute in
         # float32.

@@ -94,6 +94,7 @@ def test_sorted_cases_are_the_derivative(name):
         pytest.skip(reason)
     slopes, _ = traced.through_logit(traced.graph.add_number(1), masked=False)
     sorter = CaseSorter(slopes.values())
+    sorter.FEWEST = 0
     torch.manual_seed(0)
     count = 4000
     numbers = lambda: torch.rand(count, dtype=torch.float64) * 2 + 0.05

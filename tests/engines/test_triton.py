@@ -369,7 +369,7 @@ def test_hype_at_any_position(device, name, form):
     def score(q, k, t):
         mus, taus = t["gamma"] * mu, t["radius"] * tau
         positions = (places[..., -q.shape[2] :], places)
-        return with_hype(dot_score(q, k, SCALE), positions, mus, taus, form, None, t["gate"] * 2)
+        return with_hype(dot_score(q, k, SCALE), positions, mus, taus, form, None, t["gate"] ** 2)
 
     q, k, v = inputs(device, n=70, m=80)
     check(score, q, k, v, Options(is_causal=form == "sinh", offset=10))

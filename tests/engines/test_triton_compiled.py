@@ -100,7 +100,7 @@ def test_every_option(monkeypatch):
 INSTRUCTIONS = {
     "dot": (11, 13, 16),
     "dot+*hype_sinh": (15, 27, 23),
-    "umbral": (27, 52, 55),
+    "umbral": (27, 54, 56),
     "penumbral_squared": (43, 85, 101),
     "squared_lorentz": (36, 62, 68),
     "geodesic": (45, 76, 86),

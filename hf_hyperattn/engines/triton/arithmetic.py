@@ -70,8 +70,8 @@ def expm1(x):
     return tl.where(tl.abs(x) < 1, 2 * half / (1 - half), exp(x) - 1)
 
 
-# On NVIDIA's chips `tl.log` takes some 20 instructions and `/` 8, to be right below 1.2e-38 too. These
-# functions take one or two, and count such numbers as 0.
+# On NVIDIA's chips `tl.log` takes some 20 instructions and `/` 8, to be right below 1.2e-38 too.
+# These functions take one or two, and count such numbers as 0.
 
 
 @triton.jit

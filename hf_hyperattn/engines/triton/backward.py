@@ -185,7 +185,8 @@ def attention_backward_query(
             GRAD * OUT plus the residue, and without FUSED 1 over the sum of weights.
         D_Q: Written, [B, H, N, D], in the dtype of Q.
         D_ROW: Written, float32 [B, H, N, D_ROWS + D_FACTORS].
-        D_HEAD: Written, float32 [D_HEADS + SPLIT_HEADS, B, H, N]: one number per row, which the caller sums.
+        D_HEAD: Written, float32 [D_HEADS + SPLIT_HEADS, B, H, N]: one number per row, which the
+            caller sums.
         SLOPES: The score's derivative, written by engines/emit_triton.py: the slopes of a logit by
             the product, by the statistics of row and column, and by the parameters.
         PULL: `pull_split` of `Emitted`, or None.
