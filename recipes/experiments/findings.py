@@ -274,7 +274,7 @@ def recovered(kind: str, k: str) -> Found:
     text, verdict = gain(
         mine, dict(zip(recovered_tables.CONTROLS, others)), f"k = {k}, 100 x loss gained"
     )
-    return f"{kind}: {back} % of the lost logarithm of perplexity comes back; {text}", verdict
+    return f"{kind}, k = {k}: {back} % of the lost log perplexity comes back; {text}", verdict
 
 
 def injected_first(what: str) -> Found:
@@ -516,8 +516,9 @@ def entropy_effect(ways: tuple[str, ...], usual: str = "input-dependent") -> Fou
     }
     least = {way: [min(run["entropy"].values()) for run in found] for way, found in runs.items()}
     for way in ways:
-        cost, _ = gain(loss[way], {"none": loss[usual]}, "percents of perplexity gained", 0.0, 2)
-        texts.append(f"{way}: {tables.mean_and_deviation(least[way], 3)} of the largest, {cost}")
+        measure = f"{way}: percents of perplexity gained"
+        cost, _ = gain(loss[way], {"none": loss[usual]}, measure, 0.0, 2)
+        texts.append(f"{way}: {tables.mean_and_deviation(least[way], 3)} of the largest; {cost}")
     even = f"least entropy of a layer without it {tables.mean_and_deviation(least[usual], 3)} of the largest"
     # a layer of nine heads that uses half of them evenly has 0.68 of the largest entropy
     if statistics.mean(least[usual]) > 0.68:
@@ -539,7 +540,7 @@ def alibi_bend() -> Found:
     found = load("alibi")["runs"]["heads"]["total_variation"]
     most = max(100 * x for values in found.values() for x in values)
     return (
-        f"at mu = 1/L at most {most:.1f} % of the attention is elsewhere than ALiBi's",
+        f"at mu = 1/L at most {most:.1f} % of attention differs from ALiBi's",
         HOLDS if most < 5 else NOT,
     )
 
@@ -678,11 +679,11 @@ def vision_gammas() -> Found:
         for gamma in vision.GAMMAS[1:]
     }
     said = (
-        f"{kind}, gamma {gamma:g}: {tables.paired(*both, 2)}"
+        f"Fashion-MNIST, {kind}, gamma {gamma:g}: {tables.paired(*both, 2)} points"
         for (kind, gamma), both in tests.items()
     )
     changes = any(ttest_rel(*both).pvalue < 0.05 / len(tests) for both in tests.values())
-    return f"points on Fashion-MNIST: {'; '.join(said)}", HOLDS if changes else UNDECIDED
+    return "; ".join(said), HOLDS if changes else UNDECIDED
 
 
 def gammas(kinds: tuple[str, ...], start: str) -> Found:

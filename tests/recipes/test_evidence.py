@@ -62,6 +62,16 @@ def test_a_gain_that_a_control_has_too_holds_in_part():
     assert worst == ("a; b; c", NOT)
 
 
+def test_paired_differences_get_rows_and_other_results_stay_text():
+    text, _ = findings.gain(
+        [10.0, 11.0, 12.5], {"a": [5.0, 6.2, 7.0], "b": [9.0, 9.0, 9.0]}, "BLEU"
+    )
+    rows, statements = evidence_tables.parse_parts(f"two runs; {text}; its rate is the lowest")
+    assert statements == ["two runs", "its rate is the lowest"]
+    assert [row[:2] for row in rows] == [["BLEU, 3 pairs", "a"], ["BLEU, 3 pairs", "b"]]
+    assert all(f"{row[2]} against {row[1]} (found from {row[3]} on)" in text for row in rows)
+
+
 def test_runs_that_are_missing_make_a_claim_not_run(monkeypatch):
     claim = next(claim for claim in CLAIMS if claim.key == "D11")
     monkeypatch.setattr(
@@ -155,7 +165,11 @@ def test_what_comes_back_is_judged_beside_what_has_no_cones(monkeypatch, cosine,
     results = {"settings": {"seeds": [0, 1, 2], "rows": dict.fromkeys(losses)}, "runs": runs}
     monkeypatch.setattr(findings, "load", lambda name: results)
     text, found = findings.recovered("umbral cone, xi", "10")
-    assert found == verdict and text.startswith("umbral cone, xi: 69 ± 1 % of") and "+30.1" in text
+    assert (
+        found == verdict
+        and text.startswith("umbral cone, xi, k = 10: 69 ± 1 % of")
+        and "+30.1" in text
+    )
     del runs["no score, seed 1"]
     with pytest.raises(KeyError):
         findings.recovered("umbral cone, xi", "10")
