@@ -53,19 +53,27 @@ def sparse_table(result: dict) -> str:
         lines.append(
             [r["kind"] + held, f"{r['length']:,}", f"{r['pairs']:.0%}", *ratios, products, error]
         )
-    header = ["", "tokens", "pairs", "over SDPA", "over our dense kernel", "visible pairs", "error"]
+    header = [
+        "",
+        "tokens",
+        "pairs",
+        "relative to SDPA",
+        "to our dense kernel",
+        "visible pairs",
+        "error",
+    ]
     chosen, layers = result["arguments"].get("chosen"), result["arguments"]["layers"]
     of = (
         "the rules that `frontier.py` gives SmolLM2-135M"
         if chosen
-        else f"models of {layers} layers"
+        else f"models with {layers} layers"
     )
     chip = result.get("processor", where["chip"])
     about = (
-        f"{chip}, torch {where['torch']}, {where['date']}, 1 thread, CPU time, the lowest of rounds; other work ran "
-        "beside it.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as `benchmarks/sparse.py` says; "
-        f"{of}.\nBeside them stands stock with its own cache, which copies all keys and values at every token; our "
-        "dense kernel has\nthe cache of the row."
+        f"{chip}, torch {where['torch']}, {where['date']}, 1 thread, CPU time, lowest of several rounds on a shared "
+        "machine.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as in `benchmarks/sparse.py`; "
+        f"{of}.\nSDPA runs with the original cache, which copies all keys and values at every token. Our dense "
+        "kernel runs with the\ncache of its row."
     )
     return f"{about}\n\n{grid(header, lines)}\n"
 
@@ -79,7 +87,7 @@ def section(result: dict) -> str:
     parts = [
         f"\n## {where['chip']}\n\ntorch {where['torch']}, transformers {where['transformers']}, Python "
         f"{where['python']}; commit{'s' * (len(commits) > 1)} {', '.join(commits)}; {when}. "
-        "Ratios to SDPA:\nmedian, in brackets the quartiles; ! above what it is held to.\n"
+        "Time relative\nto SDPA: median (quartiles). An exclamation mark shows a ratio above its target.\n"
     ]
     parts += bars(where["chip"])
     for title, table in TABLES.items():
@@ -96,7 +104,7 @@ def bars(chip: str) -> list[str]:
         [r for r in rows if r["key"].startswith(what)] for what in ("peak ", "decode ", "model ")
     )
     shares = grid(
-        ["", "GF/s", "a core multiplies", "share", "over SDPA"],
+        ["", "GFLOP/s", "peak of a core", "share", "time relative to SDPA"],
         [
             [
                 f"{r['dtype']}, {r['shape']}, {KIND_TITLES[r['kind']]}, {OPERATIONS[r['score']].title}",
@@ -110,12 +118,12 @@ def bars(chip: str) -> list[str]:
     )
     names = lambda found: [[r["what"], f"{r['ratio']:.2f}"] for r in found]
     tables = {
-        "Share of what a core multiplies, 2,048 tokens, 4 heads, 1 thread; time over SDPA's": shares,
+        "Share of a core's peak, 2,048 tokens, 4 heads, 1 thread": shares,
         "Decoding, 8,192 keys, the lowest times (`bars.py decode`)": grid(
-            ["", "over SDPA"], names(single)
+            ["", "time relative to SDPA"], names(single)
         ),
         "Models of SmolLM2's shape, 2,048 tokens, training 512, the lowest times (`bars.py model`)": grid(
-            ["", "over stock"], names(model)
+            ["", "time relative to the original"], names(model)
         ),
     }
     commits = ", ".join(sorted({r["commit"] for r in rows}))
@@ -157,12 +165,12 @@ def best(rows: dict, name: str, case: Case) -> dict | None:
 
 
 def held(threads: int):
-    """The table of ratios that are held to a limit, on so many threads."""
+    """The table of ratios that have a target, for a number of threads."""
 
     def table(rows):
         header, lines = ["", "engine"], []
         for kind in KIND_TITLES:
-            header += [f"{KIND_TITLES[kind]} {n}" for n in LENGTHS_HELD] + ["held to"]
+            header += [f"{KIND_TITLES[kind]} {n}" for n in LENGTHS_HELD] + ["target"]
         for name, operation in OPERATIONS.items():
             line, engine = [operation.title], ""
             for kind in KIND_TITLES:
@@ -184,7 +192,7 @@ def gpu(dim: int):
     def table(rows):
         header, lines = ["", ""], []
         for kind in KIND_TITLES:
-            header += [f"{KIND_TITLES[kind]} {n}" for n in LENGTHS_HELD] + ["held to"]
+            header += [f"{KIND_TITLES[kind]} {n}" for n in LENGTHS_HELD] + ["target"]
         for name, operation in OPERATIONS.items():
             for causal in (False, True):
                 line, any_found = [operation.title, "causal" if causal else "full"], False
@@ -288,7 +296,7 @@ def models(rows):
                     ]
                 )
     lines = [line for line in lines if line[1] or line[2]]
-    return grid(["", "1 thread", "2 threads", "held to"], lines)
+    return grid(["", "1 thread", "2 threads", "target"], lines)
 
 
 def unmeasured(rows):
@@ -302,9 +310,9 @@ def unmeasured(rows):
 SIZES = {512: 4, 2048: 1}
 SHAPES = {n: {"length": n, "batch": b} for n, b in SIZES.items()}
 TABLES = {
-    "Held to, float32, d = 64, 1 thread": held(1),
-    "Held to, float32, d = 64, 2 threads": held(2),
-    "Decoding: one query against 8,192 keys, 8 heads; umbral is held to 1.00": by_operation(
+    "float32, d = 64, 1 thread": held(1),
+    "float32, d = 64, 2 threads": held(2),
+    "Decoding: one query against 8,192 keys, 8 heads; the target of umbral is 1.00": by_operation(
         {f", {t} thread{'s' * (t > 1)}": {"length": 8192, "threads": t} for t in (1, 2)},
         ("decode",),
     ),

@@ -56,7 +56,7 @@ def graph(results: dict) -> str:
     found = results["runs"]["graph"]
     return (
         f"{found['nodes']:,} packages of the sections {', '.join(found['sections'])}; {found['edges']:,} dependencies "
-        f"between them, {100 * found['homophily']:.0f} % of which within a section; checksum {found['checksum']}."
+        f"between them, {100 * found['homophily']:.0f} % of them within a section; checksum {found['checksum']}."
     )
 
 
