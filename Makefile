@@ -106,10 +106,10 @@ plain-wheel: $(VENV)/.dev  ## dist/: a wheel for all systems, whose kernels are 
 	HF_HYPERATTN_PREBUILT=0 $(BUILD_WHEEL)
 
 release: $(VENV)/.dev  ## dist/: source archive and both wheels, each tried in a clean environment (docs/releasing.md)
-	$(BIN)/python release.py $(ARGS)
+	$(BIN)/python scripts/release.py $(ARGS)
 
 release-notes:  ## what CHANGELOG.md says of this version
-	@$(PYTHON) release.py --notes
+	@$(PYTHON) scripts/release.py --notes
 
 clean:  ## remove the virtual environment and what builds left
 	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -2,7 +2,8 @@
 
 By itself a build makes a plain wheel, for all systems, whose kernels are compiled on first use. With
 HF_HYPERATTN_PREBUILT=1 and without build isolation (it needs a C++ compiler, torch and Transformers; `make wheel`) the
-wheel is for the Linux machines that the compiler compiles for, x86-64 or AArch64, and carries them (prebuild.py).
+wheel is for the Linux machines that the compiler compiles for, x86-64 or AArch64, and carries them
+(scripts/prebuild.py).
 """
 
 import os
@@ -30,7 +31,7 @@ class BuildPy(build_py):
             return
         shutil.rmtree(Path(self.build_lib, FOLDER), ignore_errors=True)  # of an earlier build
         if PREBUILT:
-            script = Path(__file__).with_name("prebuild.py")
+            script = Path(__file__).parent / "scripts" / "prebuild.py"
             plain = [
                 sys.executable,
                 "-B",

@@ -50,9 +50,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn
 from hf_hyperattn.analysis.cost import PeakMemory
-from hf_hyperattn.cli.smollm2 import smollm2
 from hf_hyperattn.inject import retrieval
 from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
+from hyperattn_cli.shared.smollm2 import smollm2
 
 #: Seconds of one core a pass, and for the measurement of all rules on three texts, before any was taken.
 PASS, MEASURING = {2048: 15.0, 8192: 150.0}, {2048: 2400.0, 8192: 7200.0}

@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_hyperattn import functional
-from hf_hyperattn.files import write_atomically
+from hf_hyperattn.utils.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
 from hf_hyperattn.analysis import record_heads
-from hf_hyperattn.cli.smollm2 import smollm2
+from hyperattn_cli.shared.smollm2 import smollm2
 
 STOCK, PATCHED = "stock", "head_fusion"
 

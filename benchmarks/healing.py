@@ -30,9 +30,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn
-from hf_hyperattn.cli.smollm2 import smollm2
 from hf_hyperattn.inject import Healing, retrieval
 from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
+from hyperattn_cli.shared.smollm2 import smollm2
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 300_000  # of each text, no more

@@ -19,7 +19,7 @@ import torch
 from common import environment, interleaved, write_json
 from merged import merged
 
-from hf_hyperattn.integration.hierarchical_cache import HierarchicalLayer
+from hf_hyperattn.integration.attention.hierarchical_cache import HierarchicalLayer
 from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows

@@ -29,11 +29,11 @@ from common import environment, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn
-from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
-from hf_hyperattn.files import write_atomically
 from hf_hyperattn.inject import Allocation, Sensitivity, choose, measure, predicted_losses
 from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 from hf_hyperattn.inject.hsa import HsaHeadRule, candidates
+from hf_hyperattn.utils.files import write_atomically
+from hyperattn_cli.shared.smollm2 import cache_directory, smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Shares of the pairs that settings are chosen for, by length; the one that matters first.

@@ -81,7 +81,7 @@ def real_model(length: int) -> None:
     """Radii of queries and keys in SmolLM2-135M, and how many pairs its heads need from differences."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_hyperattn.cli.smollm2 import smollm2
+    from hyperattn_cli.shared.smollm2 import smollm2
 
     path = smollm2()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -14,9 +14,9 @@ from common import environment, interleaved, options, ratios, write_json
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli.smollm2 import smollm2
 from hf_hyperattn.engines import dispatch
 from hf_hyperattn.mechanisms.mkl import MklConfig
+from hyperattn_cli.shared.smollm2 import smollm2
 
 STOCK = "stock"
 WAYS = {

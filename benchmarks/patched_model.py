@@ -24,8 +24,8 @@ from common import environment, write_json
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli.smollm2 import smollm2
 from hf_hyperattn.registry import MECHANISMS
+from hyperattn_cli.shared.smollm2 import smollm2
 
 
 def patching(model, config, rounds: int) -> dict:

@@ -33,10 +33,10 @@ from merged import merged
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli.smollm2 import smollm2 as smollm2_folder
 from hf_hyperattn.engines import Options, attention, dot_score
 from hf_hyperattn.functional import sparse_attention
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseRule, Window
+from hyperattn_cli.shared.smollm2 import smollm2 as smollm2_folder
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 STEPS = 16  # tokens that are timed at once: as many as share a choice, which one of them makes

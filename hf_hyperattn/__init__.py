@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from . import address, functional, geometry, testing
 from .config import HyperAttnConfig, MechanismConfig
+from .config.registry import lookup
 from .hierarchy import Hierarchy
 from .integration import (
     HierarchicalCache,
@@ -21,14 +22,14 @@ from .integration import (
     set_backend,
     unpatch_model,
 )
-from .integration.hat import (
+from .integration.architectures.hat import (
     HatEncoderConfig,
     HatForMaskedLM,
     HatForSequenceClassification,
     HatForTokenClassification,
     HatModel,
 )
-from .integration.hsa_encoder import (
+from .integration.architectures.hsa_encoder import (
     HsaEncoder,
     HsaEncoderConfig,
     HsaEncoderForSequenceClassification,
@@ -46,7 +47,6 @@ from .mechanisms.scores import ScoreConfig, score
 from .mechanisms.sparse.config import SparseConfig
 from .mechanisms.talking_heads.config import TalkingHeadsConfig
 from .mechanisms.trilinear.config import TrilinearConfig
-from .registry import lookup
 
 __version__ = address.VERSION
 

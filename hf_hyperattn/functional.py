@@ -6,6 +6,7 @@ packages are found here too. `edge_attention` applies any of their scores to the
 
 from typing import TYPE_CHECKING
 
+from .config.registry import lookup
 from .mechanisms.cone.functional import cone_attention, cone_scores
 from .mechanisms.edges import edge_attention
 from .mechanisms.hsa.functional import hierarchical_attention
@@ -16,7 +17,6 @@ from .mechanisms.scores import scored_attention
 from .mechanisms.sparse.functional import sparse_attention
 from .mechanisms.talking_heads.functional import talking_heads_attention
 from .mechanisms.trilinear.functional import bidaf_scores, trilinear_attention
-from .registry import lookup
 
 __all__ = [
     "bidaf_scores",

@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_command_module(command: str) -> ModuleType | Any:
     """Load the module whose `run` executes a sub-command."""
-    folder = "hyperattn_cli.commands" if command in LIGHT else "hf_hyperattn.cli"
-    return importlib.import_module(f"{folder}.{command}")
+    return importlib.import_module(f"hyperattn_cli.commands.{command}")
 
 
 def find_imports(words: Sequence[str]) -> list[str]:

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hf_hyperattn import config
+from hf_hyperattn.config import configs as config
 from hf_hyperattn.engines import ENGINES, TERMS, dispatch
 from hf_hyperattn.engines.score import parse_score_key
-from hf_hyperattn.integration import by_name
-from hf_hyperattn.integration.stock import OURS
+from hf_hyperattn.integration.attention import by_name
+from hf_hyperattn.integration.attention.stock import OURS
 from hf_hyperattn.registry import MECHANISMS
 
 TABLES = (

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hf_hyperattn_autoload
-from hf_hyperattn.cli import main
+from hyperattn_cli import main
 from tests.oracles.marks import first_always
 
 ROOT = Path(__file__).parents[1]

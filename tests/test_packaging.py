@@ -19,10 +19,10 @@ from hf_hyperattn.engines.score import TERMS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("hf_hyperattn", "hyperattn_cli", "model_patches", "hub_cards")
-CHECKOUT_ONLY = ("recipes", "benchmarks", "tests", "docs", ".ci", ".github")
+CHECKOUT_ONLY = ("scripts", "recipes", "benchmarks", "tests", "docs", ".ci", ".github")
 FILES = set(
     "Makefile README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md constraints.txt "
-    "constraints-lowest.txt setup.py prebuild.py release.py".split()
+    "constraints-lowest.txt setup.py".split()
 )
 LEFT_BEHIND = ".git .venv build dist outputs *.egg-info __pycache__ .*_cache .hypothesis".split()
 BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
@@ -108,7 +108,7 @@ def test_wheel_holds_the_packages_and_no_more(wheel):
 
 def test_source_archive_holds_what_is_run_from_a_checkout(archive, tree):
     held = files_in(archive, archive)
-    assert FILES | {"setup.py", "prebuild.py"} <= held
+    assert FILES <= held
     for folder in (*PACKAGES, *CHECKOUT_ONLY):
         assert files_in(tree / folder, tree) <= held, folder
     assert not [name for name in held if name.endswith((".pyc", ".so"))]
@@ -116,7 +116,7 @@ def test_source_archive_holds_what_is_run_from_a_checkout(archive, tree):
 
 def test_notes_of_a_release():
     said = subprocess.run(
-        [sys.executable, "release.py", "--notes"],
+        [sys.executable, "scripts/release.py", "--notes"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -360,7 +360,7 @@ def test_a_wheel_for_aarch64_is_made_by_a_cross_compiler_and_computes(
 
 @pytest.mark.slow
 def test_the_wheel_carries_every_score_of_the_package():
-    code = "import prebuild, json; print(json.dumps(sorted(prebuild.recorded())))"
+    code = "import json; from scripts.prebuild import recorded as r; print(json.dumps(sorted(r())))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HYPERATTN_NATIVE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import build_parser
+from hyperattn_cli import build_parser
 from tests.cli import tiny
 from tests.integration.models import bert, text_inputs
 
@@ -140,7 +140,7 @@ def test_files_exist():
 
 
 def test_the_recipe_that_the_demo_names_exists():
-    from hf_hyperattn.cli.demo import ADVICE
+    from hyperattn_cli.commands.demo import ADVICE
 
     for path in re.findall(r"recipes/\S+\.(?:py|yaml)", ADVICE):
         assert (ROOT / path).is_file(), path

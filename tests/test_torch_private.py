@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_hyperattn
-from hf_hyperattn import torch_private
+from hf_hyperattn.utils import torch_private
 
 ROOT = Path(hf_hyperattn.__file__).parent
 #: A class that is public in all but its module.

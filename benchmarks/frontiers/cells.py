@@ -12,8 +12,8 @@ from pathlib import Path
 
 from common import cpu, environment, write_json
 
-from hf_hyperattn.cli.smollm2 import cache_directory
 from hf_hyperattn.inject import retrieval
+from hyperattn_cli.shared.smollm2 import cache_directory
 
 from .rules import ABLATIONS, HEALED, METHODS
 

@@ -21,8 +21,6 @@ from hsa_frontier import texts as measured_texts
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_hyperattn.cli.inject import BUDGET, RETRIEVAL_BUDGET
-from hf_hyperattn.cli.smollm2 import cache_directory
 from hf_hyperattn.inject import (
     Allocation,
     OutOfReach,
@@ -37,6 +35,8 @@ from hf_hyperattn.inject.causal import POWERS
 from hf_hyperattn.inject.costs import resolve_cost
 from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.integration import patch_model, unpatch_model
+from hyperattn_cli.commands.inject import BUDGET, RETRIEVAL_BUDGET
+from hyperattn_cli.shared.smollm2 import cache_directory
 
 from .cells import FIVE_MIXTURES, RESULTS, ROOT, SAME_TEXTS, Cell
 from .rules import ABLATIONS, COLLECTIONS, METHODS, as_run, candidates, group_of

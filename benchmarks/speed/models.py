@@ -46,7 +46,7 @@ class Model:
 
 def smollm2_folder() -> Path:
     """Where SmolLM2 lies; ValueError where its package is not installed."""
-    from hf_hyperattn.cli.smollm2 import smollm2
+    from hyperattn_cli.shared.smollm2 import smollm2
 
     return smollm2()
 

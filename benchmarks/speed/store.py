@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from common import cpu, environment
 
-from hf_hyperattn.files import write_atomically
+from hf_hyperattn.utils.files import write_atomically
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 #: What must be the same for rows to stand in one file.

@@ -18,7 +18,7 @@ from ..engines.options import read_visible
 from ..engines.reference import hide_pairs
 from ..engines.score import euclidean_distances
 from ..integration import describe
-from ..integration.patching import base_model
+from ..integration.patching.patch import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.cone import reference as cone
 from ..mechanisms.hsa.masks import hierarchy_for

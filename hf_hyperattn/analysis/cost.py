@@ -17,8 +17,8 @@ import psutil  # type: ignore[import-untyped]  # installed with accelerate
 import torch
 from torch import nn
 
-from ..integration.hyper import patched_hosts, unwrap_hyper
-from ..integration.patching import base_model
+from ..integration.attention.hyper import patched_hosts, unwrap_hyper
+from ..integration.patching.patch import base_model
 from .perplexity import evaluation_mode
 
 

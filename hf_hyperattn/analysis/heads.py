@@ -18,8 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..integration.hyper import patched_hosts
-from ..integration.patching import base_model
+from ..integration.attention.hyper import patched_hosts
+from ..integration.patching.patch import base_model
 from ..mechanisms.head_fusion.layer import HeadFusionLayer
 from ..mechanisms.head_fusion.reference import entropy
 

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config.choice import Choice
 from ..engines.options import read_visible
 from ..hierarchy import Hierarchy
 from ..integration import patch_model, unpatch_model
-from ..integration.patching import base_model
+from ..integration.patching.patch import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
 from ..mechanisms.hsa.masks import hierarchy_for, restrict_to_real
 from ..mechanisms.hsa.request import Request, lay_under_mask, linear_features
 from ..mechanisms.selection.places import real_tokens
-from ..selection import Choice
 from .cost import patched_layers
 from .perplexity import evaluation_mode
 

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..readable import is_exporting, is_recorded, is_transformed
-from ..torch_private import count_dispatch_modes, find_transform, is_forward_differentiated
+from ..utils.readable import is_exporting, is_recorded, is_transformed
+from ..utils.torch_private import count_dispatch_modes, find_transform, is_forward_differentiated
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision, hide_with_infinity
 from .score import DOT, PairScore, repeat_heads, requires_backward, working_dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Size
 from torch.utils.flop_counter import register_flop_formula
 
-from ..torch_private import find_packet
+from ..utils.torch_private import find_packet
 
 
 def count_flops(operator, at: int = 0, backward: bool = False) -> None:

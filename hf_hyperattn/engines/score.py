@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attached import attach, attached_to
-from ..readable import is_exporting, is_forward_mode, is_transformed
+from ..utils.attached import attach, attached_to
+from ..utils.readable import is_exporting, is_forward_mode, is_transformed
 from .graph_torch import evaluate_with_vjp, graph_of
 from .options import Options
 

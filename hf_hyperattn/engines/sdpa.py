@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..readable import is_transformed
+from ..utils.readable import is_transformed
 from .graph_torch import with_first_derivative_only
 from .options import Options, position_mask
 from .score import DOT, PairScore, ScoreTerm, repeat_heads

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..torch_private import DispatchKey, force_keys, read_excluded_keys, read_included_keys
+from ..utils.torch_private import DispatchKey, force_keys, read_excluded_keys, read_included_keys
 from .flops import count_flops
 from .graph_torch import refuse_in_operator
 from .options import Options

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attached import attach, attached_to
+from ..utils.attached import attach, attached_to
 from .ids import checked_ids, checked_mask, extended_ids, ids_of_tree, levels_of, tree_of_ids
 from .shapes import add_special_ids, joined_ids, quadtree_ids, span_parents
 from .text import Level, checked_levels, outline_ids

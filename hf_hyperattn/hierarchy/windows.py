@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..fields import MOST_INTEGER
-from ..text import short
+from ..config.fields import MOST_INTEGER
+from ..utils.text import short
 from .tree import Tree
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import HyperAttnConfig
-from ..fields import refuse
+from ..config.fields import refuse
 from .costs import Cost, CostName, resolve_cost
 from .measure import Sensitivity
 from .rules import CandidateRule

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..integration import unpatch_model
-from ..integration.hosts import find_hosts, host_facts
+from ..integration.attention.hosts import find_hosts, host_facts
 from .allocate import Allocation, OutOfReach, choose, predicted_losses
 from .costs import resolve_cost
 from .gradients import final_hidden, head_of, loss_of

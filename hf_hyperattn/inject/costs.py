@@ -12,9 +12,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ..config.registry import get_mechanism
 from ..engines import Options
 from ..mechanisms.base import HostCall, Plan
-from ..registry import get_mechanism
 from .rules import CandidateRule
 
 CostName = Literal["pairs", "bytes", "time"]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..analysis.cost import patched_layers
 from ..integration import patch_model, unpatch_model
-from ..integration.hosts import find_hosts
+from ..integration.attention.hosts import find_hosts
 from ..mechanisms.base import HostCall
 from .allocate import Allocation, choose
 from .gradients import to_model

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..analysis.cost import patched_layers
 from ..analysis.perplexity import evaluation_mode
-from ..integration.patching import base_model
+from ..integration.patching.patch import base_model
 from ..mechanisms.base import HostCall
 
 #: Called with a layer's name, its call, the output of its attention [B, H, N, dv], and the

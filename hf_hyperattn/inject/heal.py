@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..analysis.perplexity import evaluation_mode
-from ..files import write_atomically
 from ..integration import lora_config, parameter_groups
-from ..integration.checkpoint_files import errors_as
-from ..integration.training import hosts_of_patched, hyper_parameters
+from ..integration.loading.checkpoint_files import errors_as
+from ..integration.training.parameters import hosts_of_patched, hyper_parameters
+from ..utils.files import write_atomically
 from .gradients import (
     checkpoint_layers,
     compute_divergence,

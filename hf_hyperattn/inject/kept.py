@@ -16,9 +16,9 @@ from typing import Any
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from ..files import read_json, write_atomically
-from ..integration.checkpoint_files import errors_as
-from ..integration.offloaded import is_offloaded, storage_of
+from ..integration.loading.checkpoint_files import errors_as
+from ..integration.parallel.offloaded import is_offloaded, storage_of
+from ..utils.files import read_json, write_atomically
 from .rules import CandidateRule
 
 #: Version of the file format. It is part of the fingerprint, so older files are not found.

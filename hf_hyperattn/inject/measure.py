@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.perplexity import one_text
-from ..fields import refuse
+from ..config.fields import refuse
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
 from .gradients import Spans, attention_gradients, loss_of, predicted_of

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..fields import refuse
+from ..config.fields import refuse
 from .gradients import Head, final_hidden
 
 #: Words that name hidden numbers.

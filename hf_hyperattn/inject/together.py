@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..fields import refuse
+from ..config.fields import refuse
 from ..mechanisms.base import HostCall, Plan
 from .allocate import Allocation
 from .gradients import Head, Spans, attention_gradients, compute_divergence, predicted_of

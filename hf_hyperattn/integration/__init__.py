@@ -3,26 +3,30 @@
 Importing this package registers the names for `attn_implementation=` and installs the hooks.
 """
 
-from . import (
-    adapters,  # noqa: F401  wraps a method of PEFT's
+from .adapters import (
+    operations,  # noqa: F401  wraps methods of PEFT's
+)
+from .adapters.hyper_lora import HyperLoraConfig
+from .architectures import (
     collaborative,  # noqa: F401  registers its conversion
+)
+from .attention.call import set_backend
+from .attention.hierarchical_cache import HierarchicalCache
+from .loading import (
     config_hooks,  # noqa: F401  wraps what configs and continuous batching say of names
     hooks,  # noqa: F401  wraps methods of PreTrainedModel
     saving,  # noqa: F401  wraps saving and loading
 )
-from .call import set_backend
-from .collator import HierarchyCollator
-from .conversions import convert
-from .describe import describe, list_mechanisms
-from .hierarchical_cache import HierarchicalCache
-from .hyper_lora import HyperLoraConfig
-from .log_gates import LogGates
-from .lora import lora_config
-from .names import register_names
-from .patching import patch_model, unpatch_model
-from .record_check import fresh_patch
-from .training import freeze_base, parameter_groups
-from .wrapping import warn_of_changes
+from .loading.names import register_names
+from .loading.record_check import fresh_patch
+from .patching.conversions import convert
+from .patching.describe import describe, list_mechanisms
+from .patching.patch import patch_model, unpatch_model
+from .patching.wrapping import warn_of_changes
+from .training.collator import HierarchyCollator
+from .training.log_gates import LogGates
+from .training.lora import lora_config
+from .training.parameters import freeze_base, parameter_groups
 
 register_names()
 # Last: every module above has installed its wrappers by now.

@@ -20,7 +20,7 @@ from transformers import initialization as init
 from ..engines import Options, PairScore, attention, dot_score
 from ..engines.dispatch import average_columns
 from ..engines.options import full_precision
-from ..readable import can_read
+from ..utils.readable import can_read
 from .selection.places import FirstKey, Reading, read_mask
 
 logger = logging.getLogger("hf_hyperattn")
@@ -275,7 +275,7 @@ class MechanismLayer(nn.Module):
         self.mode = mode
         self.heads = heads
         #: Warnings that were logged. All layers of a patched model share one set
-        #: (integration/attach.py).
+        #: (integration/patching/attach.py).
         self.warned: set[str] = set()
 
     def forward(self, plan: Plan) -> Plan:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..fields import LARGEST, SMALLEST, refuse
-from ..readable import can_read
-from ..text import short
+from ..config.fields import LARGEST, SMALLEST, refuse
+from ..utils.readable import can_read
+from ..utils.text import short
 
 if TYPE_CHECKING:
     from .base import Host

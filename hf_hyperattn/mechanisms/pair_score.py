@@ -21,7 +21,7 @@ from ..engines.graph_torch import evaluate_with_vjp, graph_of
 from ..engines.score import TERMS, euclidean_distances, loses_digits, working_dtype
 from ..engines.trace import Untraceable
 from ..geometry.scalars import at_least
-from ..torch_private import find_transform
+from ..utils.torch_private import find_transform
 from .positions import subtract_first
 
 #: Prefixes of the arguments that are statistics of one vector.

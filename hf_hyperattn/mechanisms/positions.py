@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..readable import can_read
+from ..utils.readable import can_read
 from .base import Host, HostCall
 from .pruned import refuse_pruned
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attached import attach, attached_to
 from ..engines.selection import Places
-from ..readable import can_read
+from ..utils.attached import attach, attached_to
+from ..utils.readable import can_read
 from .base import HostCall
 from .selection.places import KnownOfMask
 

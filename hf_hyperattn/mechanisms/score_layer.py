@@ -26,8 +26,8 @@ from ..engines.score import (
     dot_score,
     upcast_for_grad,
 )
-from ..readable import can_read
-from ..torch_private import is_wrapped
+from ..utils.readable import can_read
+from ..utils.torch_private import is_wrapped
 from .base import Host, HostCall, MechanismLayer, Plan
 
 #: A starting value.

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..config import MechanismConfig, option
+from ..config.fields import LARGEST, refuse
+from ..config.registry import MECHANISMS, Mechanism, register
 from ..engines import Options, register_term
 from ..engines.score import TERMS
 from ..engines.trace import GRAD, Traced, compute_gradients, sort_ancestors, trace_term
-from ..fields import LARGEST, refuse
-from ..registry import MECHANISMS, Mechanism, register
-from ..text import short
+from ..utils.text import short
 from .base import Host, HostCall
 from .checks import check_call, check_number, check_parameter
 from .pair_score import SIDES, Definition, PairSpace, Start, make_term, read_vector_names

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from model_patches.routing import STOCK_CACHE
 
 from ..config import MechanismConfig, Mode
+from ..config.registry import get_mechanism
 from ..integration import describe, lora_config, patch_model, set_backend, unpatch_model
-from ..registry import get_mechanism
 from .checks import Expectation, Refused, expect_refusals, run_checks
 
 # An initializer range of 0.3, not the usual 0.02: otherwise attention in so small a model is almost

@@ -19,7 +19,7 @@ from transformers.utils import logging as hf_logging
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import HyperAttnConfig
-from hf_hyperattn.integration.collaborative import conversion
+from hf_hyperattn.integration.architectures.collaborative import conversion
 
 from .hsa_minilm import READ, embeddings, encoder
 from .hsa_texts import glosses, labelled, reviews, sample, verses

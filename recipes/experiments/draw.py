@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_hyperattn.files import write_atomically
+from hf_hyperattn.utils.files import write_atomically
 
 from .store import FOLDER, load
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from hf_hyperattn.files import write_atomically
+from hf_hyperattn.utils.files import write_atomically
 
 from .claims import CLAIMS, SOURCES, Claim
 from .draw import ROOT, put

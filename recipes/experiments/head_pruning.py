@@ -227,7 +227,7 @@ def pretrained() -> nn.Module:
     """SmolLM2 in float32."""
     from transformers import AutoModelForCausalLM
 
-    from hf_hyperattn.cli.smollm2 import smollm2
+    from hyperattn_cli.shared.smollm2 import smollm2
 
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
@@ -238,7 +238,7 @@ def tokenizer():
     """SmolLM2's."""
     from transformers import AutoTokenizer
 
-    from hf_hyperattn.cli.smollm2 import smollm2
+    from hyperattn_cli.shared.smollm2 import smollm2
 
     return AutoTokenizer.from_pretrained(smollm2())
 

@@ -7,7 +7,7 @@ import math
 import statistics
 from pathlib import Path
 
-from hf_hyperattn.files import write_atomically
+from hf_hyperattn.utils.files import write_atomically
 
 from .draw import PLOTS, ROOT, put
 from .head_pruning import BETA_PER_TOKEN, EXPERIMENT, RANDOM_PER_TOKEN, key_of

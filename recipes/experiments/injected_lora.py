@@ -16,7 +16,7 @@ from torch import nn
 import hf_hyperattn as ha
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.retrieval import examples
-from hf_hyperattn.integration.patching import base_model
+from hf_hyperattn.integration.patching.patch import base_model
 
 from .adaptation import best_of, fit_windows, held_out, tokens
 from .fitting import key_of, key_of_search

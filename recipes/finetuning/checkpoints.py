@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from hf_hyperattn.files import write_atomically
+from hf_hyperattn.utils.files import write_atomically
 
 from .settings import GROUPS, plain
 

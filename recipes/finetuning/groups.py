@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_hyperattn import HyperAttnConfig
 from hf_hyperattn.config import MechanismConfig
-from hf_hyperattn.fields import check_field, option
+from hf_hyperattn.config.fields import check_field, option
 
 LISTS = (tuple,)
 #: What a model can be trained for, as the Hub calls it, with the sources of data for it.

@@ -19,8 +19,8 @@ from transformers import (
 from transformers.trainer_utils import set_seed
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli.smollm2 import NAME, smollm2
-from hf_hyperattn.files import write_atomically
+from hf_hyperattn.utils.files import write_atomically
+from hyperattn_cli.shared.smollm2 import NAME, smollm2
 
 from .groups import Model, Peft
 from .settings import Settings

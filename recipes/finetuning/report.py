@@ -14,7 +14,7 @@ import psutil
 import torch
 
 import hf_hyperattn
-from hf_hyperattn.files import write_atomically
+from hf_hyperattn.utils.files import write_atomically
 
 PACKAGES = (
     "torch",

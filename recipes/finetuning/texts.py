@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hf_hyperattn.analysis import next_token_logits
-from hf_hyperattn.cli.inputs import prefix_of
+from hyperattn_cli.shared.inputs import prefix_of
 
 from . import metrics
 from .groups import Data

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import build_parser, main
+from hyperattn_cli import build_parser, main
 
 from . import tiny
 

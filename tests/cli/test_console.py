@@ -3,7 +3,7 @@
 import sys
 import time
 
-from hf_hyperattn.cli.console import show_progress
+from hyperattn_cli.shared.console import show_progress
 
 
 def test_without_a_terminal_each_step_tells_what_is_left(capsys, monkeypatch):

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import main
+from hyperattn_cli import main
 
 from . import damaged, tiny
 

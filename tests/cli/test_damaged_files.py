@@ -7,8 +7,8 @@ import pytest
 
 import hf_hyperattn as ha
 import hub_cards
-from hf_hyperattn.cli import main
-from hf_hyperattn.integration.checkpoint_files import check_weights
+from hf_hyperattn.integration.loading.checkpoint_files import check_weights
+from hyperattn_cli import main
 from tests.integration.models import llama
 
 TYPES = ([1], {"a": 5}, "text", 5, None, True)

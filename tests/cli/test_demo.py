@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_hyperattn.cli import main
-from hf_hyperattn.cli.console import show_progress
+from hyperattn_cli import main
+from hyperattn_cli.shared.console import show_progress
 
 from . import tiny
 
@@ -120,7 +120,7 @@ def test_a_full_folder_is_refused_before_anything_is_measured(capsys, model, tmp
 
 @pytest.mark.slow
 def test_a_model_with_bos_gets_it_before_every_window(capsys, tmp_path, text, monkeypatch):
-    from hf_hyperattn.cli import demo as command
+    from hyperattn_cli.commands import demo as command
 
     seen = []
     real = command.perplexity
@@ -142,7 +142,7 @@ def test_defaults_fit_a_short_model(capsys, model):
 
 
 def test_without_a_model_it_takes_smollm2(capsys, model, text, monkeypatch):
-    from hf_hyperattn.cli import smollm2
+    from hyperattn_cli.shared import smollm2
 
     monkeypatch.setattr(smollm2, "cached_smollm2", lambda: model)
     code, out, _ = demo(capsys, "--text", text, *ARGUMENTS)

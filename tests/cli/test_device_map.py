@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_hyperattn.cli import device_map, main
 from hf_hyperattn.inject.kept import fingerprint
+from hyperattn_cli import main
+from hyperattn_cli.shared import device_map
 
 from . import tiny
 from .test_inject import prose

@@ -11,7 +11,7 @@ import pytest
 from transformers import RwkvConfig, RwkvForCausalLM, ViTConfig, ViTModel
 
 from hf_hyperattn import cli
-from hf_hyperattn.cli import smollm2
+from hyperattn_cli.shared import smollm2
 
 from . import tiny
 
@@ -141,7 +141,7 @@ def test_an_error_is_one_printable_line_whatever_a_file_is_called(
 
 
 def test_an_unforeseen_error_is_one_line_that_says_how_to_see_more(monkeypatch, capsys):
-    monkeypatch.setattr("hf_hyperattn.cli.demo.run", lambda args: {}["a bug\nof ours"])
+    monkeypatch.setattr("hyperattn_cli.commands.demo.run", lambda args: {}["a bug\nof ours"])
     assert cli.main(["demo"]) == 2
     err = capsys.readouterr().err
     assert err == "hyperattn demo: error: KeyError: 'a bug\\nof ours'; --traceback shows where\n"

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import main
 from hf_hyperattn.inject import Healing
 from hf_hyperattn.inject.heal import without_patch
 from hf_hyperattn.mechanisms.sparse import Window
+from hyperattn_cli import main
 
 from . import tiny
 from .test_inject import prose

@@ -13,7 +13,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from hf_hyperattn.cli import main
+from hyperattn_cli import main
 from tests.integration.models import difference, run
 
 from . import tiny

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_hyperattn import HierarchicalCache
-from hf_hyperattn.cli import inject as command
-from hf_hyperattn.cli import main
-from hf_hyperattn.cli.inject_task import prepare_task
 from hf_hyperattn.inject import costs, hsa, pays, sparse
 from hf_hyperattn.inject.causal import CausalInjection
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.sparse import Pages, Window
+from hyperattn_cli import main
+from hyperattn_cli.commands import inject as command
+from hyperattn_cli.commands.inject_task import prepare_task
 
 from ..oracles.marks import first_always
 from . import tiny

@@ -14,9 +14,9 @@ import hf_hyperattn as ha
 from hf_hyperattn.analysis import attention_report
 from hf_hyperattn.analysis.attention import half_width_of
 from hf_hyperattn.analysis.hyperbolicity import hyperbolicity
-from hf_hyperattn.cli import build_parser, main
 from hf_hyperattn.geometry import poincare
 from hf_hyperattn.mechanisms.cone.reference import height_and_stretch
+from hyperattn_cli import build_parser, main
 from tests.cli import tiny
 
 TEXT = "The </script> quick brown fox jumps over the <!-- lazy --> dog, then goes home & sleeps. "
@@ -366,7 +366,7 @@ def test_in_a_browser(seen, place, name):
 
 @pytest.mark.slow
 def test_smollm2(tmp_path, place):
-    from hf_hyperattn.cli.smollm2 import smollm2
+    from hyperattn_cli.shared.smollm2 import smollm2
 
     ids = tmp_path / "text.txt"
     ids.write_text((TEXT * 40), encoding="utf-8")
@@ -418,7 +418,7 @@ def test_both_sides_count_for_curved_space(nearer, farther, neither, curved):
     """One-sided sign test at 5 %: 5 of 5 is 1/32, 4 of 4 is 1/16, 20 of 31 is 0.075, 21 of 31 is 0.035."""
     from types import SimpleNamespace
 
-    from hf_hyperattn.cli.look import suggest_for_unpatched
+    from hyperattn_cli.commands.look import suggest_for_unpatched
 
     data = {"sink": {"model": [[0.1]]}, "hyperbolicity": places(nearer, farther, neither)}
     text, command = suggest_for_unpatched(SimpleNamespace(model="m", text="t"), data)[1]

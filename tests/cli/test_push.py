@@ -10,8 +10,8 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import main
-from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.integration.export.repositories import export_remote_code
+from hyperattn_cli import main
 
 from ..integration.models import llama
 from . import tiny

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from hf_hyperattn.cli import smollm2
+from hyperattn_cli.shared import smollm2
 
 from . import tiny
 

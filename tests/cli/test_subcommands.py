@@ -20,22 +20,22 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 import hf_hyperattn as ha
 from hf_hyperattn.analysis.hyperbolicity import hyperbolicity
 from hf_hyperattn.analysis.paired import paired
-from hf_hyperattn.cli import bench, build_parser, compare, main
-from hf_hyperattn.cli.compare_training import (
+from hf_hyperattn.integration.patching.conversions import CONVERSIONS
+from hf_hyperattn.registry import MECHANISMS
+from hub_cards import Result
+from hyperattn_cli import COMMANDS, LIGHT, build_parser, main, patch_names, read_mechanisms
+from hyperattn_cli import CONVERSIONS as CONVERTED
+from hyperattn_cli.commands import bench, compare
+from hyperattn_cli.commands.compare_training import (
     NONE,
     Trial,
     build_trainable,
     choose_ranks,
     survey_recipe,
 )
-from hf_hyperattn.cli.console import print_report
-from hf_hyperattn.cli.models import mechanism_configs
-from hf_hyperattn.integration.conversions import CONVERSIONS
-from hf_hyperattn.registry import MECHANISMS
-from hub_cards import Result
-from hyperattn_cli import COMMANDS, LIGHT, patch_names, read_mechanisms
-from hyperattn_cli import CONVERSIONS as CONVERTED
 from hyperattn_cli.commands.list import GROUPS
+from hyperattn_cli.shared.console import print_report
+from hyperattn_cli.shared.models import mechanism_configs
 
 from . import tiny
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_hyperattn.cli import smollm2
+from hyperattn_cli.shared import smollm2
 from tests.cli import tiny
 
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"

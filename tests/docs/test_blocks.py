@@ -24,7 +24,7 @@ from transformers.utils.hub import PushToHubMixin
 
 import hf_hyperattn as ha
 from hf_hyperattn import cli
-from hf_hyperattn.cli import inject
+from hyperattn_cli.commands import inject
 from tests.cli import tiny
 from tests.oracles.marks import NO_NATIVE_ADAPTERS, has_native_adapters
 

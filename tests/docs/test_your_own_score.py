@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.integration.export.repositories import export_remote_code
 from hf_hyperattn.registry import MECHANISMS
 from hf_hyperattn.testing import CONTRACTS, check_mechanism
 from tests.cli import tiny

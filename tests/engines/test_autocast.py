@@ -6,7 +6,7 @@ import torch
 from hf_hyperattn import HsaConfig, HyperAttnConfig
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import cone_attention, hype_attention, hyperbolic_attention
-from hf_hyperattn.integration.hyper import Hyper
+from hf_hyperattn.integration.attention.hyper import Hyper
 from hf_hyperattn.mechanisms.base import Host, HostCall
 from tests.oracles.cases import DTYPES, assert_close, assert_gradients, qkv
 from tests.oracles.marks import every_backend

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import hf_hyperattn  # noqa: F401  registers the names
-from hf_hyperattn.files import PREFIX
+from hf_hyperattn.utils.files import PREFIX
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)

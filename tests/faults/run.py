@@ -34,11 +34,12 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 import hf_hyperattn as ha
-from hf_hyperattn import folders
-from hf_hyperattn.cli import inject_task, smollm2
 from hf_hyperattn.engines import native
-from hf_hyperattn.files import PREFIX
-from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.integration.export.repositories import export_remote_code
+from hf_hyperattn.utils import folders
+from hf_hyperattn.utils.files import PREFIX
+from hyperattn_cli.commands import inject_task
+from hyperattn_cli.shared import smollm2
 
 from ..fuzz.run import compiler
 from ..integration.models import llama, perturb

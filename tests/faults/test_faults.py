@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import hf_hyperattn as ha
-from hf_hyperattn import folders
-from hf_hyperattn.files import PREFIX
+from hf_hyperattn.utils import folders
+from hf_hyperattn.utils.files import PREFIX
 from tests.faults.run import full_disk, kill_many, scenarios
 from tests.integration.models import llama, perturb
 

@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from hf_hyperattn import folders
-from hf_hyperattn.cli import main
-from hf_hyperattn.files import PREFIX, locked, write_atomically
-from hf_hyperattn.folders import is_entry, is_interrupted, recover, replace_folder, weights_kind
+from hf_hyperattn.utils import folders
+from hf_hyperattn.utils.files import PREFIX, locked, write_atomically
+from hf_hyperattn.utils.folders import (
+    is_entry,
+    is_interrupted,
+    recover,
+    replace_folder,
+    weights_kind,
+)
 from hub_cards import beside
+from hyperattn_cli import main
 from tests.oracles.marks import first_always
 
 from .killing import killed, start

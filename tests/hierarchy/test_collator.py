@@ -18,7 +18,7 @@ from tokenizers import (
 )
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.stock import OURS
+from hf_hyperattn.integration.attention.stock import OURS
 from tests.hierarchy import toy_listener
 from tests.hierarchy.toy_listener import CALLS, ToyListenerConfig
 from tests.integration.models import bert, llama

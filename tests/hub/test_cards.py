@@ -210,7 +210,7 @@ def test_a_malformed_config_is_refused_in_one_line(config):
     "example", sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 )
 def test_the_examples_are_what_the_command_writes(example, tmp_path):
-    from hf_hyperattn.cli import main
+    from hyperattn_cli import main
 
     for path in (EXAMPLES / example).iterdir():
         if path.suffix == ".json":

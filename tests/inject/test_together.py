@@ -285,7 +285,7 @@ def test_a_task_that_the_model_cannot_do_decides_nothing(task, score, decides):
 
 
 def test_the_refusal_names_no_task_that_does_not_decide():
-    from hf_hyperattn.cli.inject import explain_refusal, list_failed_tasks
+    from hyperattn_cli.commands.inject import explain_refusal, list_failed_tasks
 
     row = {"before": 9.0, "after": 9.9, "right_before": 0.3, "right_after": 0.3}
     report = {

@@ -3,7 +3,7 @@
 import torch
 import transformers as hf
 
-from hf_hyperattn.integration.hat import HatEncoderConfig, HatModel
+from hf_hyperattn.integration.architectures.hat import HatEncoderConfig, HatModel
 
 SIZES = dict(
     vocab_size=61,

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 import hf_hyperattn as ha
 from hf_hyperattn.config import HyperAttnConfig
 from hf_hyperattn.integration import convert
-from hf_hyperattn.integration.collaborative import conversion
-from hf_hyperattn.integration.collaborative.projections import SharedProjection
-from hf_hyperattn.integration.hyper import patched_hosts
+from hf_hyperattn.integration.architectures.collaborative import conversion
+from hf_hyperattn.integration.architectures.collaborative.projections import SharedProjection
+from hf_hyperattn.integration.attention.hyper import patched_hosts
 from tests.integration.collaborative import SERVED, WIDTH, make, quiet, shared
 from tests.integration.models import State, difference, rounding, run
 

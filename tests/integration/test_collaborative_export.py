@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.integration.export.repositories import export_remote_code
 from tests.integration.collaborative import shared
 from tests.integration.models import difference, run
 

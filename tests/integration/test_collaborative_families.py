@@ -11,11 +11,11 @@ import torch
 import hf_hyperattn as ha
 from hf_hyperattn.config import HyperAttnConfig
 from hf_hyperattn.integration import convert
-from hf_hyperattn.integration.attach import all_hosts
-from hf_hyperattn.integration.collaborative.conversion import SHAREABLE
-from hf_hyperattn.integration.collaborative.projections import find_projections
-from hf_hyperattn.integration.hyper import patched_hosts
-from hf_hyperattn.integration.patching import route_families
+from hf_hyperattn.integration.architectures.collaborative.conversion import SHAREABLE
+from hf_hyperattn.integration.architectures.collaborative.projections import find_projections
+from hf_hyperattn.integration.attention.hyper import patched_hosts
+from hf_hyperattn.integration.patching.attach import all_hosts
+from hf_hyperattn.integration.patching.patch import route_families
 from tests.integration.collaborative import quiet
 from tests.zoo.compare import gap, run
 from tests.zoo.tiny import tiny

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_hyperattn as ha
-from hf_hyperattn.config import CONFIG_NAME, FORMAT, write_atomically
+from hf_hyperattn.config import CONFIG_NAME, FORMAT
+from hf_hyperattn.config.configs import write_atomically
 from hf_hyperattn.registry import MECHANISMS, STAGES
 
 CONE = ha.ConeConfig()

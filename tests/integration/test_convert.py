@@ -9,10 +9,16 @@ from peft import LoraConfig, get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import HyperAttnConfig, MechanismConfig, option
-from hf_hyperattn.integration import conversions, convert
-from hf_hyperattn.integration.conversions import Conversion, keep_parts, register_conversion
+from hf_hyperattn.config.registry import LISTENERS
+from hf_hyperattn.integration import convert
+from hf_hyperattn.integration.patching import conversions
+from hf_hyperattn.integration.patching.conversions import (
+    Conversion,
+    keep_parts,
+    register_conversion,
+)
 from hf_hyperattn.mechanisms.base import MechanismLayer
-from hf_hyperattn.registry import LISTENERS, MECHANISMS, Mechanism, register
+from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from tests.integration.models import FAMILIES, State, bert, llama
 
 RANK = ha.CollaborativeConfig(rank=6)
@@ -43,7 +49,7 @@ def toy(monkeypatch):
             keep_parts(new, lambda converted, original: original, model)
         return new
 
-    monkeypatch.setattr("hf_hyperattn.registry.LISTENERS", list(LISTENERS))
+    monkeypatch.setattr("hf_hyperattn.config.registry.LISTENERS", list(LISTENERS))
     register(Mechanism("toy_whole", "structure", "none", ToyWholeConfig, MechanismLayer))
     done = lambda model: isinstance(model, Converted)
     register_conversion("toy_whole", Conversion(run, requested=lambda config: True, done=done))

@@ -10,7 +10,7 @@ import transformers as hf
 from torch.optim import optimizer as torch_optimizer
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.decay import WATCH
+from hf_hyperattn.integration.patching.decay import WATCH
 from tests.integration.lessons import next_character
 from tests.integration.models import llama, text_inputs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import main
+from hyperattn_cli import main
 from tests.integration.models import FAMILIES, State, llama, llava, perturb
 
 CONE = ha.ConeConfig()

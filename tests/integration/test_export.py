@@ -16,10 +16,10 @@ import transformers as hf
 
 import hf_hyperattn as ha
 from hf_hyperattn.address import install
-from hf_hyperattn.cli import main
-from hf_hyperattn.integration.copy_sources import flat_copies
-from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.integration.export.copy_sources import flat_copies
+from hf_hyperattn.integration.export.repositories import export_remote_code
 from hf_hyperattn.registry import MECHANISMS
+from hyperattn_cli import main
 from tests.integration import toy_rooms
 from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs
 

@@ -13,7 +13,7 @@ import transformers as hf
 from transformers.models.llama import modeling_llama
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.first_call import WATCHED, check_reached
+from hf_hyperattn.integration.attention.first_call import WATCHED, check_reached
 from hf_hyperattn.mechanisms.sparse import Window
 from tests.integration.models import (
     FAMILIES,

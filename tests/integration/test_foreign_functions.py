@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.stock import find_own_function
+from hf_hyperattn.integration.attention.stock import find_own_function
 from tests.integration.models import difference, llama, llava, llava_inputs, run, text_inputs
 
 FOREIGN = "test_softmax_of_halves"

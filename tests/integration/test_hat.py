@@ -5,7 +5,7 @@ import torch
 
 import hf_hyperattn as ha
 from hf_hyperattn.integration import convert
-from hf_hyperattn.integration.hat import HatModel
+from hf_hyperattn.integration.architectures.hat import HatModel
 from hf_hyperattn.mechanisms.hat.config import LAYOUTS
 
 from ..oracles.hat import encode, tokens

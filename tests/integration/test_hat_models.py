@@ -14,7 +14,7 @@ from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.integration import convert
-from hf_hyperattn.integration.hat import (
+from hf_hyperattn.integration.architectures.hat import (
     HatForMaskedLM,
     HatForSequenceClassification,
     HatForTokenClassification,

@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
-from hf_hyperattn.integration.attach import all_hosts
-from hf_hyperattn.integration.hidden import HIDDEN, OTHER_FORMS
-from hf_hyperattn.integration.hyper import Layers
+from hf_hyperattn.integration.attention.hidden import HIDDEN, OTHER_FORMS
+from hf_hyperattn.integration.attention.hyper import Layers
+from hf_hyperattn.integration.patching.attach import all_hosts
 from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from tests.integration.models import FAMILIES, State, llama, perturb, run, text_inputs

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
-from hf_hyperattn.integration.hsa_encoder.configuration import HsaEncoderConfig
-from hf_hyperattn.integration.hsa_encoder.modeling import HsaEncoder
+from hf_hyperattn.integration.architectures.hsa_encoder.configuration import HsaEncoderConfig
+from hf_hyperattn.integration.architectures.hsa_encoder.modeling import HsaEncoder
 from hf_hyperattn.registry import MECHANISMS
 from hf_hyperattn.rules import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
 from tests.integration.models import FAMILIES, bert, llama, text_inputs

@@ -10,7 +10,7 @@ import transformers as hf
 
 import hf_hyperattn as ha
 from hf_hyperattn.hierarchy.text import kinds_of
-from hf_hyperattn.integration.hsa_encoder import (
+from hf_hyperattn.integration.architectures.hsa_encoder import (
     HsaEncoder,
     HsaEncoderConfig,
     HsaEncoderForSequenceClassification,

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from transformers.integrations import hub_kernels
 
-from hf_hyperattn.cli import main
+from hyperattn_cli import main
 
 from .models import bert, llama, text_inputs
 

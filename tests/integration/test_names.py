@@ -10,8 +10,8 @@ import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.checkpoint_config import list_configs
-from hf_hyperattn.integration.hosts import find_hosts
+from hf_hyperattn.integration.attention.hosts import find_hosts
+from hf_hyperattn.integration.patching.checkpoint_config import list_configs
 from tests.integration.models import TEXT, State, clip, difference, llama, perturb, run, text_inputs
 from tests.integration.patches import CONE, make, patched
 

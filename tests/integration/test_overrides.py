@@ -10,9 +10,9 @@ from peft import get_peft_model
 from transformers.utils import logging as hf_logging
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import main
 from hf_hyperattn.mechanisms.sparse import Window
 from hub_cards.spec import read_spec
+from hyperattn_cli import main
 from tests.integration.models import (
     FAMILIES,
     State,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import hf_hyperattn as ha
 import hub_cards
-from hf_hyperattn.integration.checkpoint_files import read_config
+from hf_hyperattn.integration.loading.checkpoint_files import read_config
 from hf_hyperattn.registry import MECHANISMS
 
 NAMES = sorted(MECHANISMS)

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import smollm2
 from hf_hyperattn.mechanisms.base import MechanismLayer
+from hyperattn_cli.shared import smollm2
 from tests.integration.models import State, difference, perturb, real, rounding, run, tensors
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import main
+from hyperattn_cli import main
 from tests.integration.models import llama
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reload.md").read_text(encoding="utf-8")

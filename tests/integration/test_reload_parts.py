@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.hyper import patched_hosts
+from hf_hyperattn.integration.attention.hyper import patched_hosts
 from tests.integration.models import (
     FAMILIES,
     State,

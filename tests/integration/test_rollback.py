@@ -4,8 +4,10 @@ import pytest
 import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration import attach, checkpoint_config, hidden, hierarchical, patching
-from hf_hyperattn.integration.collaborative import conversion
+from hf_hyperattn.integration.architectures.collaborative import conversion
+from hf_hyperattn.integration.attention import hidden
+from hf_hyperattn.integration.patching import attach, checkpoint_config, hierarchical
+from hf_hyperattn.integration.patching import patch as patching
 from tests.integration.collaborative import make, quiet
 from tests.integration.models import FAMILIES, State, difference, llama, run
 

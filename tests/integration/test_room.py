@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import hf_hyperattn as ha
+from hf_hyperattn.config.registry import LISTENERS
 from hf_hyperattn.engines import Options, attention
-from hf_hyperattn.integration.stock import OURS
+from hf_hyperattn.integration.attention.stock import OURS
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
-from hf_hyperattn.registry import LISTENERS, MECHANISMS
+from hf_hyperattn.registry import MECHANISMS
 from tests.integration import toy_rooms
 from tests.integration.models import (
     FAMILIES,

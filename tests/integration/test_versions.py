@@ -12,8 +12,8 @@ import pytest
 from packaging.version import Version
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration import versions
-from hf_hyperattn.integration.versions import TESTED, warn_of_newer_versions
+from hf_hyperattn.integration.patching import versions
+from hf_hyperattn.integration.patching.versions import TESTED, warn_of_newer_versions
 
 from .models import FAMILIES, llama
 
@@ -93,7 +93,7 @@ from importlib import metadata
 real = metadata.version
 metadata.version = lambda name: "99.0" if name == "torch" else real(name)
 import hf_hyperattn as ha
-from hf_hyperattn.integration import versions
+from hf_hyperattn.integration.patching import versions
 from transformers import LlamaConfig, LlamaForCausalLM
 size = dict(vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 model = LlamaForCausalLM(LlamaConfig(**size))

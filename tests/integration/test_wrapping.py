@@ -6,9 +6,9 @@ import importlib.metadata
 
 import pytest
 
-from hf_hyperattn.integration import wrapping
-from hf_hyperattn.integration.versions import name_tested
-from hf_hyperattn.integration.wrapping import warn_of_changes, wrap
+from hf_hyperattn.integration.patching import wrapping
+from hf_hyperattn.integration.patching.versions import name_tested
+from hf_hyperattn.integration.patching.wrapping import warn_of_changes, wrap
 
 
 class Theirs:

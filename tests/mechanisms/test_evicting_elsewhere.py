@@ -77,7 +77,7 @@ def test_a_model_that_copies_keys_after_the_cache_refuses_it():
     """The copy of a placeholder would be a tensor of NaN of which nobody knows where it came from."""
     model = patched(MADE_FOR["hsa"])
     layer = model.model.layers[1].self_attn
-    interface = ha.integration.attention.patched_forward
+    interface = ha.integration.attention.call_path.patched_forward
     cache = HierarchicalCache(model, evict=True)
     cache.update(*torch.randn(2, 1, 2, 5, 8), 1)
     key, value = cache.layers[1].keys, cache.layers[1].values

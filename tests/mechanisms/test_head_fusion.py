@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import hf_hyperattn as ha
 from hf_hyperattn.analysis import dropped_heads, head_usage, record_heads
 from hf_hyperattn.engines import Options
-from hf_hyperattn.integration.hyper import Hyper
+from hf_hyperattn.integration.attention.hyper import Hyper
 from hf_hyperattn.mechanisms.base import Host, HostCall
 from hf_hyperattn.mechanisms.head_fusion.reference import entropy, head_weights
 from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs

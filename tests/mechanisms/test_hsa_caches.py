@@ -9,13 +9,13 @@ import torch
 import transformers as hf
 
 from hf_hyperattn import HierarchicalCache, HsaConfig, patch_model
-from hf_hyperattn.cli import smollm2
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.evicted import attend_evicted
 from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
 from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
+from hyperattn_cli.shared import smollm2
 from tests.integration.models import perturb
 from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv

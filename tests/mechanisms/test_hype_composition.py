@@ -7,7 +7,7 @@ import hf_hyperattn as ha
 from hf_hyperattn import HypeConfig, patch_model
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import cone_scores, hype_bias, hyperbolic_scores
-from hf_hyperattn.integration.hyper import Hyper
+from hf_hyperattn.integration.attention.hyper import Hyper
 from hf_hyperattn.mechanisms.base import Host, HostCall
 from tests.integration.test_families import generate, logits, model_of
 

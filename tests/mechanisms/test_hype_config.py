@@ -6,7 +6,7 @@ import torch
 import hf_hyperattn as ha
 from hf_hyperattn import HypeConfig, patch_model
 from hf_hyperattn.engines import Options
-from hf_hyperattn.integration.hyper import Hyper
+from hf_hyperattn.integration.attention.hyper import Hyper
 from hf_hyperattn.mechanisms.base import Host, HostCall
 from tests.integration.models import State, llama
 

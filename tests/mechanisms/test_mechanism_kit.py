@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.stock import OURS
+from hf_hyperattn.integration.attention.stock import OURS
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from hf_hyperattn.testing import CONTRACTS, ContractError, check_mechanism, mechanism_checks
 from hf_hyperattn.testing.mechanisms import compute_gradients

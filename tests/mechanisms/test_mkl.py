@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import cone_scores, hype_bias, mkl_attention
-from hf_hyperattn.integration.hyper import Hyper
+from hf_hyperattn.integration.attention.hyper import Hyper
 from hf_hyperattn.mechanisms.base import FirstKey, Host, HostCall
 from hf_hyperattn.mechanisms.mkl import MklConfig
 from hf_hyperattn.mechanisms.mkl.reference import head_weights

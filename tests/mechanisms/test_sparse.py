@@ -8,8 +8,8 @@ import torch
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
+from hf_hyperattn.config.fields import option
 from hf_hyperattn.engines import Options
-from hf_hyperattn.fields import option
 from hf_hyperattn.hierarchy.windows import windows_tree
 from hf_hyperattn.mechanisms.hsa.reference import definition_key
 from hf_hyperattn.mechanisms.sparse import (

@@ -6,7 +6,7 @@ import torch
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import cone_scores, hype_bias
-from hf_hyperattn.integration.hyper import Hyper
+from hf_hyperattn.integration.attention.hyper import Hyper
 from hf_hyperattn.mechanisms.base import Host, HostCall
 from tests.integration.models import FAMILIES, difference, llama, perturb, run
 from tests.oracles.cases import assert_close

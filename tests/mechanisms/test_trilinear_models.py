@@ -8,7 +8,7 @@ import torch
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import bidaf_scores, hype_bias
-from hf_hyperattn.integration.hyper import Hyper
+from hf_hyperattn.integration.attention.hyper import Hyper
 from hf_hyperattn.mechanisms.base import FirstKey, Host, HostCall
 from hf_hyperattn.mechanisms.trilinear import TrilinearConfig
 from tests.integration.models import FAMILIES, State, difference, llama, perturb, run

@@ -8,7 +8,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from hf_hyperattn.integration.versions import TESTED
+from hf_hyperattn.integration.patching.versions import TESTED
 
 NAME = "reference64"
 TOLERANCE = 1e-5

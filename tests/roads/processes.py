@@ -20,7 +20,7 @@ import torch.distributed.tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.integration.export.repositories import export_remote_code
 
 from .cases import BY_LABEL, LAYERS, Case, copy_of, inputs_of, logits, stock_folder, workplace
 from .outcome import Cell, cell

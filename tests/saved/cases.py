@@ -17,7 +17,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.hsa_encoder import HsaEncoder, HsaEncoderConfig
+from hf_hyperattn.integration.architectures.hsa_encoder import HsaEncoder, HsaEncoderConfig
 from hf_hyperattn.rules import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
 from tests.registries import restored
 

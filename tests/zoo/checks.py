@@ -3,8 +3,8 @@
 import re
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration.hosts import find_hosts
-from hf_hyperattn.integration.unsupported import has_attention
+from hf_hyperattn.integration.attention.hosts import find_hosts
+from hf_hyperattn.integration.patching.unsupported import has_attention
 from tests.zoo.compare import changed, finite, gap, run, snapshot
 from tests.zoo.overrides import REASONS
 from tests.zoo.patched import patch_checks

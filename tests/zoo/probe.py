@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from transformers import AttentionInterface
 
-from hf_hyperattn.integration.hosts import find_hosts
+from hf_hyperattn.integration.attention.hosts import find_hosts
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...readable import is_recorded, is_transformed
-from ...torch_private import count_dispatch_modes
+from ...utils.readable import is_recorded, is_transformed
+from ...utils.torch_private import count_dispatch_modes
 from .. import blockwise, native, serialize
 from ..options import Options
 from ..score import PairScore, requires_backward

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...readable import is_exporting, is_transformed
-from ...torch_private import count_dispatch_modes, is_forward_differentiated, is_wrapped
+from ...utils.readable import is_exporting, is_transformed
+from ...utils.torch_private import count_dispatch_modes, is_forward_differentiated, is_wrapped
 from .. import native, serialize, triton
 from ..graph_torch import refuse_in_operator
 from ..options import Options

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...readable import can_read, is_recorded, is_transformed
-from ...torch_private import count_dispatch_modes
+from ...utils.readable import can_read, is_recorded, is_transformed
+from ...utils.torch_private import count_dispatch_modes
 from ..graph_torch import refuse_in_operator
 from ..selection import Lists, Summaries
 from . import library

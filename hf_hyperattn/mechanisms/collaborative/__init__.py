@@ -3,7 +3,7 @@
 From "Multi-Head Attention: Collaborate Instead of Concatenate", arXiv 2006.16362.
 """
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from .config import CollaborativeConfig
 from .layer import collaborative_layer
 

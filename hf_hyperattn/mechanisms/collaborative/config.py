@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...config import MechanismConfig, option
-from ...fields import MOST_SEED
+from ...config.fields import MOST_SEED
 
 #: Default number of steps of the decomposition.
 STEPS = 100

@@ -1,6 +1,6 @@
 """Cone attention (Coneheads, arXiv 2306.00392)."""
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from . import terms  # noqa: F401  registers the terms with the engines
 from .config import ConeConfig
 from .functional import cone_attention, cone_scores

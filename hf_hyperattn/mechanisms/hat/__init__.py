@@ -3,7 +3,7 @@
 HAT is a conversion to another architecture, see `hf_hyperattn.convert`.
 """
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from .config import HatConfig
 
 

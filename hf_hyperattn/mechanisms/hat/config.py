@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import MOST_SIZE, refuse
-from ...text import short
+from ...config.fields import MOST_SIZE, refuse
+from ...utils.text import short
 
 Pooling = Literal["max", "mean", "tokens"]
 POOLING = get_args(Pooling)

@@ -1,6 +1,6 @@
 """Head fusion: attention over heads, before the output projection."""
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from .config import HeadFusionConfig
 from .layer import HeadFusionLayer
 

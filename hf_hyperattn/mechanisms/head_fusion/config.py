@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...config import MechanismConfig, option
-from ...fields import MOST_SEED
+from ...config.fields import MOST_SEED
 
 #: Largest default width of the query map. More than the number of heads adds no expressive power.
 WIDEST = 16

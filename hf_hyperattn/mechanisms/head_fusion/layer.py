@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ...fields import refuse
+from ...config.fields import refuse
 from ..base import Host, MechanismLayer, Plan
 from .config import HeadFusionConfig
 from .reference import head_weights

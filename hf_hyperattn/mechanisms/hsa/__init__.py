@@ -3,7 +3,7 @@
 This module shows which config, layer and function belong to the name.
 """
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from .config import HsaConfig
 from .functional import hierarchical_attention
 from .layer import HsaLayer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import MOST_INTEGER, check_field
+from ...config.fields import MOST_INTEGER, check_field
 from ...hierarchy.windows import checked_sizes
 
 Tying = Literal["both", "key"]

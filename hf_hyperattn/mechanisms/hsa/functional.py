@@ -15,8 +15,8 @@ from ...engines import Options, attention, dot_score
 from ...engines.options import check_broadcast, full_precision
 from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
-from ...readable import can_read, is_recorded
-from ...text import short
+from ...utils.readable import can_read, is_recorded
+from ...utils.text import short
 from ..checks import check_call, check_choice
 from .config import TYINGS, HsaConfig, Rule, Tying
 from .request import Request, attend_hierarchically

@@ -26,8 +26,8 @@ from ...engines.graph_torch import refuse_in_operator
 from ...engines.options import full_precision
 from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
-from ...readable import can_read
-from ...torch_private import count_dispatch_modes
+from ...utils.readable import can_read
+from ...utils.torch_private import count_dispatch_modes
 
 # Separators of the names of tensors, and of the kinds of families in one name. No name contains
 # these characters.

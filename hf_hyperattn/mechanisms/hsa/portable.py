@@ -20,8 +20,8 @@ from ...engines import Options, repeat_heads
 from ...engines.options import position_mask
 from ...engines.reference import apply_dropout, softmax_with_sinks
 from ...geometry.scalars import at_least
-from ...readable import is_exporting
-from ...torch_private import assert_in_graph
+from ...utils.readable import is_exporting
+from ...utils.torch_private import assert_in_graph
 from ..selection.places import text_starts
 from .config import Rule
 from .open_blocks import is_open

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
-from ...readable import can_read, is_exporting, is_transformed
-from ...torch_private import count_dispatch_modes
+from ...utils.readable import can_read, is_exporting, is_transformed
+from ...utils.torch_private import count_dispatch_modes
 from ..selection.cache import EVICTING, KeepWindows, LayerCache
 from ..selection.places import Reading, read_mask
 from . import operator, portable

@@ -1,6 +1,6 @@
 """HyPE, a positional bias made of hyperbolic functions (arXiv 2310.19676)."""
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from . import terms  # noqa: F401  registers the terms with the engines
 from .config import HypeConfig
 from .functional import hype_attention, hype_bias

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...config import MechanismConfig, option
-from ...fields import LARGEST
-from ...text import short
+from ...config.fields import LARGEST
+from ...utils.text import short
 from .reference import FORMS, Form
 
 #: tau is STRETCH · slope / mu. The sinh form then starts with this slope, and the cosh form ends near

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, attention, dot_score
-from ...readable import can_read
+from ...utils.readable import can_read
 from ..checks import check_call, check_choice, check_parameter
 from ..positions import check_call_positions, check_positions, subtract_first
 from .reference import FORMS, Form, definition

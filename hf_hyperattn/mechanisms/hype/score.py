@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...engines.score import TERMS, PairScore, ScoreTerm
-from ...readable import can_read
+from ...utils.readable import can_read
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..positions import read_positions, subtract_first
 from ..score_layer import ScoreLayer

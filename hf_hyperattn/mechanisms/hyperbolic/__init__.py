@@ -1,6 +1,6 @@
 """Hyperbolic-distance attention (Hyperbolic Attention Networks, arXiv 1805.09786)."""
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from . import terms  # noqa: F401  registers the terms with the engines
 from .config import HyperbolicConfig
 from .functional import hyperbolic_attention, hyperbolic_scores

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ...config.fields import SMALLEST
 from ...engines import Options
-from ...fields import SMALLEST
 from ..checks import check_call, check_choice, check_number, check_number_of_heads
 from ..score_layer import attend_in_space
 from .config import AGGREGATIONS, DISTANCES, Aggregation, Distance

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...engines.options import Aggregation
 from ...engines.score import READERS, Reader, repeat_heads, working_dtype
 from ...geometry.scalars import at_least
-from ...readable import is_transformed
+from ...utils.readable import is_transformed
 from .reference import direction_and_norm, half_radii, measure_norms, read_norm, shortest
 
 #: Columns that follow the d columns of the value itself.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...fields import SMALLEST
+from ...config.fields import SMALLEST
 from ...geometry import poincare
 from ..checks import check_dropout, check_number
 from .functional import hyperbolic_attention

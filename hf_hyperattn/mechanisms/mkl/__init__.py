@@ -4,7 +4,7 @@ Weights are global or computed from the tokens. The weighted kernels can be summ
 attention.
 """
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from .config import MklConfig
 from .functional import mkl_attention
 from .layer import MklLayer

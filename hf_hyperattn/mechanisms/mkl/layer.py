@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...engines.reference import total_logits
-from ...readable import is_recorded
+from ...utils.readable import is_recorded
 from .. import checks
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..talking_heads.operator import BACKENDS, talking_heads

@@ -1,6 +1,6 @@
 """`LayerCache`: keys and values of a layer, and state that mechanisms keep.
 
-A Transformers cache stores the tokens of a layer here (integration/hierarchical_cache.py).
+A Transformers cache stores the tokens of a layer here (integration/attention/hierarchical_cache.py).
 Mechanisms add state that follows the keys (`KeptWithKeys`): HSA the means of windows, sparse rules
 the summaries of pages.
 """
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ...attached import attach, attached_to
-from ...readable import is_recorded
+from ...utils.attached import attach, attached_to
+from ...utils.readable import is_recorded
 from .growing import TAKEN_BACK, GrowingTensor
 
 #: (near, sinks): a head only sees its last `near` tokens and the first `sinks` tokens; None: it may

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...readable import is_recorded
+from ...utils.readable import is_recorded
 
 #: Number of tokens that can be taken back, as assisted decoding does, from what is only kept in
 #: part: the keys of a cache that evicts, and the queries that selections share.

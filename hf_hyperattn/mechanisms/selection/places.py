@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...attached import attach, attached_to
 from ...engines.options import HIDDEN, Options, read_visible
 from ...engines.selection import Places, Texts, computed_once
 from ...hierarchy import Hierarchy
-from ...readable import can_read
+from ...utils.attached import attach, attached_to
+from ...utils.readable import can_read
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ This module registers the mechanism and exports its config and rules.
 
 from typing import TYPE_CHECKING
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from .config import SparseConfig
 from .functional import sparse_attention
 from .layer import SparseLayer

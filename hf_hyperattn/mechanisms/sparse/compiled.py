@@ -13,12 +13,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...attached import attached_to
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, KEPT, HeadRule, shapes_of_choice
 from ...engines.selection import Lists, Summaries
-from ...readable import can_read
+from ...utils.attached import attached_to
+from ...utils.readable import can_read
 from ..selection.cache import LayerCache
 from ..selection.places import Reading
 from .head_rules import HeadRules, Rules

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import MechanismConfig, option
-from ...fields import MOST_INTEGER
+from ...config.fields import MOST_INTEGER
 from .head_rules import HeadRules, Rules
 from .pages import Pages
 from .rules import SparseRule, check_rule

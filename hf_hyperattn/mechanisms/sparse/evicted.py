@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ...attached import attach
 from ...engines import Options
+from ...utils.attached import attach
 from ..base import HostCall
 from ..selection.cache import EVICTING, LayerCache, Part, Reach, slice_heads
 from ..selection.places import FirstKey

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ...config.fields import refuse
 from ...engines import Options, attention, dot_score
 from ...engines.options import check_broadcast
-from ...fields import refuse
 from ..checks import check_call
 from ..selection.places import read_mask
 from . import compiled

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attached import attached_to
 from ...engines import attention, dot_score
+from ...utils.attached import attached_to
 from ..base import Host, HostCall
 from ..selection.cache import LayerCache, QueriesKept
 from ..selection.places import read_mask

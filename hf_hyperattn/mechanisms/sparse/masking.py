@@ -16,7 +16,7 @@ from torch import Tensor
 from ...engines import Options, repeat_heads
 from ...engines.score import working_dtype
 from ...engines.selection import Places
-from ...readable import can_read, is_exporting, is_recorded, raise_if
+from ...utils.readable import can_read, is_exporting, is_recorded, raise_if
 from ..selection.cache import QueriesKept
 from ..selection.growing import TAKEN_BACK
 from ..selection.places import Reading, read_mask

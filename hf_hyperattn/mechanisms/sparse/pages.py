@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...fields import option
+from ...config.fields import option
 from .rules import RuleCall, share_of, sparse_rule
 from .selection import (
     CHUNK_HELP,

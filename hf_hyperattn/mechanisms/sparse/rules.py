@@ -26,12 +26,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ...config.fields import KnownFields, check_field, option
 from ...engines import repeat_heads
 from ...engines.score import working_dtype
 from ...engines.selection import Rule
-from ...fields import KnownFields, check_field, option
-from ...readable import can_read
-from ...text import short
+from ...utils.readable import can_read
+from ...utils.text import short
 from ..selection.growing import TAKEN_BACK
 
 #: Every rule's class, by the name in configs.

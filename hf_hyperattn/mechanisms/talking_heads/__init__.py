@@ -1,6 +1,6 @@
 """Talking heads (arXiv 2003.02436): heads mix their logits and their weights."""
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from .config import TalkingHeadsConfig
 from .functional import talking_heads_attention
 from .layer import TalkingHeadsLayer

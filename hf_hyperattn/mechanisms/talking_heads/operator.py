@@ -19,7 +19,7 @@ from ...engines.dispatch import DENSE_ELEMENTS, check_options, check_transforms
 from ...engines.options import Options, full_precision, key_range
 from ...engines.score import PairScore
 from ...engines.tiles import Call, Tile
-from ...readable import is_exporting, is_transformed
+from ...utils.readable import is_exporting, is_transformed
 from . import reference
 
 BACKENDS = ("auto", "reference", "blockwise")

@@ -3,7 +3,7 @@
 Three-way attention is from arXiv 1909.00668 and 2507.02754, BiDAF's score from arXiv 1611.01603.
 """
 
-from ...registry import Mechanism, register
+from ...config.registry import Mechanism, register
 from .config import TrilinearConfig
 from .functional import bidaf_scores, trilinear_attention
 from .layer import trilinear_layer

@@ -19,7 +19,7 @@ from ...engines.options import Options, full_precision
 from ...engines.score import dot_score
 from ...engines.serialize import register_gradients
 from ...engines.tiles import by_group
-from ...readable import is_exporting, is_recorded, is_transformed
+from ...utils.readable import is_exporting, is_recorded, is_transformed
 from ..checks import check_choice
 from . import tiles
 from .reference import Windows, simplicial

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import MOST_INTEGER, refuse
+from ...config.fields import MOST_INTEGER, refuse
 
 Form = Literal["simplicial", "bidaf"]
 FORMS = get_args(Form)

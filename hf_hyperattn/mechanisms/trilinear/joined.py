@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...engines import Options
 from ...engines.options import read_visible
-from ...readable import can_read, is_exporting
+from ...utils.readable import can_read, is_exporting
 from ..base import HostCall
 
 

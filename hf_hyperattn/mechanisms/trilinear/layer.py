@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...config.fields import refuse
 from ...engines import DOT, Options, PairScore, ScoreTerm, working_dtype
 from ...engines.sdpa import sum_biases
-from ...fields import refuse
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..checks import check_host
 from ..pruned import refuse_pruned

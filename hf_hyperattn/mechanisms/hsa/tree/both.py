@@ -15,7 +15,7 @@ from torch import Tensor
 from ....engines.graph_torch import refusing_second_derivatives
 from ....engines.score import working_dtype
 from ....hierarchy import Hierarchy
-from ....readable import can_read
+from ....utils.readable import can_read
 from .. import operator
 from ..pairs import count_sibling_pairs
 from .layout import layout_of

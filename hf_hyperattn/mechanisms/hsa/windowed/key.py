@@ -20,7 +20,7 @@ from torch import Tensor
 from ....engines import Options, working_dtype
 from ....hierarchy import Hierarchy
 from ....hierarchy.windows import checked_sizes
-from ....readable import can_read
+from ....utils.readable import can_read
 from .. import operator
 from ..pairs import count_query_pairs
 from ..tree import key as tree_key

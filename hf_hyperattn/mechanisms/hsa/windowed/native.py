@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....engines.cpu import library
 from ....engines.cpu.library import longs
-from ....readable import can_read
+from ....utils.readable import can_read
 
 # Head dimensions are padded to a multiple of the widest registers: 16 floats of AVX-512.
 LANES = 16

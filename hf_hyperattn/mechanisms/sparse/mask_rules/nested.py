@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ....fields import option
+from ....config.fields import option
 from ....hierarchy.windows import checked_sizes
 from ...hsa.open_blocks import is_open
 from ..pages import Summary, score_summaries

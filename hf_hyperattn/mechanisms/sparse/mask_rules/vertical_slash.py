@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....fields import option
+from ....config.fields import option
 from ..rules import RuleCall, SparseRule, share_of, sparse_rule
 from ..selection import SMALL, select_best, split_chunks
 

@@ -1,0 +1,1 @@
+"""PEFT adapters of patched models, and adapters that patch their base themselves."""

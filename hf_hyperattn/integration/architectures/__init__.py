@@ -1,0 +1,1 @@
+"""Model classes of our own, and conversions to them: HAT, HsaEncoder, collaborative heads."""

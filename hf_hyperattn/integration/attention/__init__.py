@@ -1,0 +1,1 @@
+"""The attention call, from Transformers to an engine: `call_path.py` is the place to start."""

@@ -1,0 +1,1 @@
+"""Export checkpoints with remote code, and kernel repositories."""

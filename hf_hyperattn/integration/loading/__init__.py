@@ -1,0 +1,1 @@
+"""Names of attention, and loading, checking and saving of patched models."""

@@ -1,0 +1,1 @@
+"""Patched models on several devices: tensor parallelism, offloaded weights, refused sharding."""

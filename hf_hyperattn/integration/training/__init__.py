@@ -1,0 +1,1 @@
+"""Help for training: parameter groups, a LoRA config, logs of gates, batches with hierarchies."""

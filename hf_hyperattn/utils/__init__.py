@@ -1,0 +1,1 @@
+"""Helpers without knowledge of attention: files, folders, short texts, facts about tensors."""

@@ -1,0 +1,73 @@
+"""The private functions of torch that this package calls. No other module names one.
+
+torch has no public way to ask these questions, or to do these things. If the installed torch lacks
+one of the functions, importing the package raises one ImportError with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+#: The versions that have been tested are in integration/patching/versions.py; this is the range in short.
+TESTED = "torch 2.11 to 2.14"
+
+
+def find_private(module: str, name: str) -> Any:
+    """Return a private attribute of a module of torch.
+
+    Raises:
+        ImportError: The installed torch does not have it.
+    """
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        raise ImportError(
+            f"torch {torch.__version__} has no {module}.{name}, which hf_hyperattn calls; allowed: {TESTED}"
+        ) from None
+
+
+# Dispatch modes watch every operator: FLOP counters, FakeTensorMode, memory estimators. A compiled
+# kernel that is called directly is invisible to them, so it must know whether one is active.
+count_dispatch_modes: Callable[[], int] = find_private("torch._C", "_len_torch_dispatch_stack")
+
+# Transforms of torch.func (vmap, grad) wrap tensors whose memory must not be read.
+find_transform: Callable = find_private("torch._C._functorch", "peek_interpreter_stack")
+is_wrapped: Callable = find_private("torch._C._functorch", "is_functorch_wrapped_tensor")
+unwrap: Callable = find_private("torch._C._functorch", "get_unwrapped")
+
+# A tensor without values, of FakeTensorMode and of the compiler.
+FakeTensor: type = find_private("torch._subclasses.fake_tensor", "FakeTensor")
+
+# An assertion that a compiled graph keeps, and that does not wait for the device.
+assert_in_graph: Callable = find_private("torch", "_assert_async")
+
+# The number of the running backward pass; -1 outside of one.
+find_backward_pass: Callable[[], int] = find_private("torch._C", "_current_graph_task_id")
+
+# For tensor subclasses: keep `__torch_function__` from running, and make a tensor without memory.
+no_torch_function: Any = find_private("torch._C", "_disabled_torch_function_impl")
+make_wrapper: Callable = find_private("torch", "Tensor")._make_wrapper_subclass
+
+# Inside a custom operator torch excludes autograd from dispatch; a guard brings it back.
+DispatchKey: Any = find_private("torch._C", "DispatchKey")
+read_included_keys: Callable = find_private("torch._C", "_dispatch_tls_local_include_set")
+read_excluded_keys: Callable = find_private("torch._C", "_dispatch_tls_local_exclude_set")
+force_keys: Callable = find_private("torch._C", "_ForceDispatchKeyGuard")
+
+# Only checked here: the number changes, so it is read at every call.
+find_private("torch.autograd.forward_ad", "_current_level")
+
+
+def is_forward_differentiated() -> bool:
+    """Return whether forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
+
+
+def find_packet(operator: Any) -> Any:
+    """Return what `register_flop_formula` takes, from the result of `torch.library.custom_op`."""
+    return operator._opoverload._overloadpacket
