@@ -60,9 +60,9 @@ def test_the_questions_are_answered():
     assert torch_private.count_dispatch_modes() == 0
     assert torch_private.find_transform() is None
     assert torch_private.find_backward_pass() == -1
-    assert not torch_private.is_forward_differentiated()
+    assert torch_private.read_forward_level() < 0
     with torch.autograd.forward_ad.dual_level():
-        assert torch_private.is_forward_differentiated()
+        assert torch_private.read_forward_level() == 0
 
     def seen(x):
         assert torch_private.find_transform() is not None and torch_private.is_wrapped(x)

@@ -13,8 +13,8 @@ from .torch_private import (
     FakeTensor,
     assert_in_graph,
     find_transform,
-    is_forward_differentiated,
     is_wrapped,
+    read_forward_level,
     unwrap,
 )
 
@@ -41,7 +41,7 @@ def is_forward_mode() -> bool:
 
     Kernels would silently drop its derivatives.
     """
-    return is_forward_differentiated()
+    return read_forward_level() >= 0
 
 
 @torch.compiler.assume_constant_result
@@ -50,7 +50,7 @@ def is_transformed() -> bool:
 
     Only plain torch operators support these.
     """
-    return find_transform() is not None or is_forward_differentiated()
+    return find_transform() is not None or read_forward_level() >= 0
 
 
 def can_read(*tensors: Tensor | None) -> bool:

@@ -7,6 +7,7 @@ one of the functions, importing the package raises one ImportError with its name
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -59,13 +60,10 @@ read_included_keys: Callable = find_private("torch._C", "_dispatch_tls_local_inc
 read_excluded_keys: Callable = find_private("torch._C", "_dispatch_tls_local_exclude_set")
 force_keys: Callable = find_private("torch._C", "_ForceDispatchKeyGuard")
 
-# Only checked here: the number changes, so it is read at every call.
+# The level of forward-mode differentiation, from 0; negative without. It changes, so it is read at
+# every call.
 find_private("torch.autograd.forward_ad", "_current_level")
-
-
-def is_forward_differentiated() -> bool:
-    """Return whether forward-mode differentiation is active."""
-    return forward_ad._current_level >= 0
+read_forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 
 
 def find_packet(operator: Any) -> Any:

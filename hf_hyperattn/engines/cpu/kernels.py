@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...utils.readable import is_exporting, is_transformed
-from ...utils.torch_private import count_dispatch_modes, is_forward_differentiated, is_wrapped
+from ...utils.torch_private import count_dispatch_modes, is_wrapped, read_forward_level
 from .. import native, serialize, triton
 from ..graph_torch import refuse_in_operator
 from ..options import Options
@@ -579,7 +579,7 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
     # differentiation: these need to see an operator.
     direct: Any = None
     recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not (recorded or count_dispatch_modes() or is_forward_differentiated()):
+    if not (recorded or count_dispatch_modes() or read_forward_level() >= 0):
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
         # `raw` first: while tracing, a question about lengths would become a guard.
