@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..utils.readable import is_exporting, is_recorded, is_transformed
-from ..utils.torch_private import count_dispatch_modes
+from ..utils.torch_private import count_dispatch_modes, find_transform, read_forward_level
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision, hide_with_infinity
 from .score import DOT, PairScore, repeat_heads, requires_backward, working_dtype
@@ -195,7 +195,7 @@ def describe_call(score: PairScore, value: Tensor, options: Options, backend: st
     # torch.func.
     surroundings = (
         count_dispatch_modes() == 0,
-        is_transformed(),
+        find_transform() is None and read_forward_level() < 0,
         os.environ.get(native.SETTING),
     )
     terms = [
