@@ -408,6 +408,29 @@ class Emitted(NamedTuple):
     split: SplitLayout | None = None
 
 
+def write_distance(distance: Any, numbers: str, write_function: Callable[..., None]) -> None:
+    """Write the functions that tell pairs whose distance from the product is too inexact.
+
+    Args:
+        distance: Of the traced score.
+        numbers: The arguments of a function that reads numbers of both sides.
+        write_function: Writes one function.
+    """
+    by_product, is_inexact, factors, _ = distance
+    write_function("by_product", f"dot, {numbers}", lambda w: w.write_node(by_product))
+    write_function("is_inexact", f"squared_distance, {numbers}", lambda w: w.write_node(is_inexact))
+    arguments = f"squared_distance, slack, {numbers}"
+    if is_bounded_by_row(is_inexact):
+        # The distance is the margin: the slack multiplies the bound instead, once a row.
+        bound = is_inexact.args[1]
+        write_function("margin", arguments, lambda w: "squared_distance")
+        write_function("bound", "slack, row, head", lambda w: f"slack * {w.write_node(bound)}")
+    else:
+        write_function("margin", arguments, lambda w: w.write_margin(is_inexact))
+        write_function("bound", "slack, row, head", lambda w: "0.0")
+    write_function("factors", numbers, lambda w: format_tuple(w.write_node(f) for f in factors))
+
+
 @lru_cache(maxsize=256)
 def emit_functions(score_key: str, capped: bool) -> Emitted:
     """Return the Triton functions of a score that `trace_score` can trace.
@@ -454,21 +477,7 @@ def emit_functions(score_key: str, capped: bool) -> Emitted:
         write_function("split_slopes", pair, lambda w: write_slopes(w, whole, plain))
         write_split(split, write_function)
     if t.distance is not None:
-        by_product, is_inexact, factors, _ = t.distance
-        write_function("by_product", f"dot, {numbers}", lambda w: w.write_node(by_product))
-        write_function(
-            "is_inexact", f"squared_distance, {numbers}", lambda w: w.write_node(is_inexact)
-        )
-        distance = f"squared_distance, slack, {numbers}"
-        if is_bounded_by_row(is_inexact):
-            # The distance is the margin: the slack multiplies the bound instead, once a row.
-            bound = is_inexact.args[1]
-            write_function("margin", distance, lambda w: "squared_distance")
-            write_function("bound", "slack, row, head", lambda w: f"slack * {w.write_node(bound)}")
-        else:
-            write_function("margin", distance, lambda w: w.write_margin(is_inexact))
-            write_function("bound", "slack, row, head", lambda w: "0.0")
-        write_function("factors", numbers, lambda w: format_tuple(w.write_node(f) for f in factors))
+        write_distance(t.distance, numbers, write_function)
     return Emitted(
         texts=texts,
         rows=tuple(rows),

@@ -472,6 +472,29 @@ def backward(
     ]
 
 
+def list_split_arguments(
+    call: TritonCall, gradients: Gradients
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the first run of each backward kernel: query and key.
+
+    In it, a separable term of the score is a sum of products.
+    """
+    by_row, by_column = call.split_arguments(), call.split_arguments()
+    layout = call.emitted.split
+    if layout is None:
+        return by_row, by_column
+    by_row["SLOPES"] = by_column["SLOPES"] = call.functions["split_slopes"]
+    if gradients.heads:
+        by_row |= {
+            "D_HEADS": len(gradients.heads) - layout.heads,
+            "SPLIT_HEADS": layout.heads,
+            "SPLIT_SUMS": layout.sums,
+            "SPLIT_ONES": layout.constants,
+            "PULL": call.functions["pull_split"],
+        }
+    return by_row, by_column
+
+
 def run_backward_kernels(
     call: TritonCall, gradients: Gradients, grad: Tensor, out: Tensor, lse: Tensor
 ) -> None:
@@ -513,18 +536,7 @@ def run_backward_kernels(
         "D_COLUMNS": len(gradients.columns),
         "D_FACTORS": gradients.column_factor,
     }
-    first_by_row, first_by_column = call.split_arguments(), call.split_arguments()
-    layout = call.emitted.split
-    if layout is not None:
-        first_by_row["SLOPES"] = first_by_column["SLOPES"] = call.functions["split_slopes"]
-    if layout is not None and gradients.heads:
-        first_by_row |= {
-            "D_HEADS": len(gradients.heads) - layout.heads,
-            "SPLIT_HEADS": layout.heads,
-            "SPLIT_SUMS": layout.sums,
-            "SPLIT_ONES": layout.constants,
-            "PULL": call.functions["pull_split"],
-        }
+    first_by_row, first_by_column = list_split_arguments(call, gradients)
     # The query kernel first: the key kernel reads the record that it completes.
     with use_device(grad.device):
         call.run_kernel(
