@@ -68,4 +68,6 @@ read_forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_l
 
 def find_packet(operator: Any) -> Any:
     """Return what `register_flop_formula` takes, from the result of `torch.library.custom_op`."""
+    # `torch.ops` finds operators by name only: a second copy of this package, as in a kernel
+    # repository, would find those of the first.
     return operator._opoverload._overloadpacket

@@ -27,7 +27,7 @@ from ...engines.options import full_precision
 from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
 from ...utils.readable import can_read
-from ...utils.torch_private import count_dispatch_modes
+from ...utils.torch_private import count_dispatch_modes, find_packet
 
 # Separators of the names of tensors, and of the kinds of families in one name. No name contains
 # these characters.
@@ -318,11 +318,11 @@ def _count_flops(
     return int(2 * query[0] * function.pairs(query, key, dict(named), sizes, numbers) * each)
 
 
-@register_flop_formula(torch.ops.hf_hyperattn.hsa)
+@register_flop_formula(find_packet(hsa))
 def _(tensors, names, sizes, numbers, *_, **__) -> int:
     return _count_flops(tensors, names, sizes, numbers, False)
 
 
-@register_flop_formula(torch.ops.hf_hyperattn.hsa_backward)
+@register_flop_formula(find_packet(compute_hsa_gradients))
 def _(grads, results, tensors, names, sizes, numbers, *_, **__) -> int:
     return _count_flops(tensors, names, sizes, numbers, True)

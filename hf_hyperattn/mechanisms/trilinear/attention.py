@@ -20,6 +20,7 @@ from ...engines.score import dot_score
 from ...engines.serialize import register_gradients
 from ...engines.tiles import by_group
 from ...utils.readable import is_exporting, is_recorded, is_transformed
+from ...utils.torch_private import find_packet
 from ..checks import check_choice
 from . import tiles
 from .reference import Windows, simplicial
@@ -235,11 +236,11 @@ def _count_flops(shapes: Sequence, ints: Sequence[int], backward: bool) -> int:
     return 2 * batch * heads * queries * math.prod(reach) * each
 
 
-@register_flop_formula(torch.ops.hf_hyperattn.simplicial)
+@register_flop_formula(find_packet(simplicial_forward))
 def _(tensors, extras, ints, *_, **__) -> int:
     return _count_flops(tensors, ints, False)
 
 
-@register_flop_formula(torch.ops.hf_hyperattn.simplicial_backward)
+@register_flop_formula(find_packet(simplicial_backward))
 def _(grad, out, lse, tensors, needs_grad, extras, ints, *_, **__) -> int:
     return _count_flops(tensors, ints, True)
