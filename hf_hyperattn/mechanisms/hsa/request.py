@@ -105,8 +105,10 @@ def attend_hierarchically(
         )
     exporting = is_exporting() or is_transformed()
     plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
+    readable = can_read(score.raw_query, options.mask)
     scale = 1.0
-    if not exporting and plain and _takes_raw_vectors(score, value, request):
+    # Plain operators and the custom operator take features whose product is the score.
+    if readable and not exporting and plain and _takes_raw_vectors(score, value, request):
         # Converting the keys, or multiplying them by the scale, would be wasted work: the products
         # are multiplied by it.
         query, key, scale = score.raw_query, score.raw_key, float(score.scale)
@@ -123,7 +125,7 @@ def attend_hierarchically(
             "more than plain operators; allowed: windows over a whole row, a bool mask or none, and refinement if "
             "causal"
         )
-    if not can_read(query, options.mask) and _needs_operator(options, request):
+    if not readable and _needs_operator(options, request):
         return call_operator(query, key, value, options, request)
     if request.cache is not None and not plain:
         # The cache keeps means of the layer's keys, not of the features of this score.
