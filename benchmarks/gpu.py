@@ -1,4 +1,4 @@
-"""The first seven minutes on a GPU: what it can do, what our kernels take of it, and where the time goes.
+"""Measure a GPU in about seven minutes: its limits, how close our kernels come, and which of them take the time.
 
     python benchmarks/gpu.py                      all groups in order; each row is written as soon as it is there
     python benchmarks/gpu.py --groups anchors
@@ -7,13 +7,17 @@
 Groups:
 
 - anchors: bandwidth of a copy; attention of FlashAttention-2 and of cuDNN, forward and with the backward pass.
-- forward, training: every score on the Triton kernels, by the clock (`wall`) and as the replay of a graph (`graph`), in
-  units of FlashAttention-2. If `wall` is much longer than `graph`, the processor is the limit and not the GPU.
+- forward: every score on the Triton kernels, with the host (`wall_ms`) and as the replay of a CUDA graph (`graph_ms`).
+  If `wall_ms` is much longer, the processor is the limit and not the GPU. `over_base`: over FlashAttention-2.
+- training: forward and backward pass, with the host only.
 - decoding: one query and 8,192 keys, in units of SDPA.
 - kernels: the kernels that one call launches, with their times.
 
-A time stands beside the error of sampled rows against the definition in float64. What fails is a row too, so that one
-failure does not cost the rest. Results: benchmarks/results/gpu-<chip>.json, with chip and versions.
+Rows of `forward` also hold the error of sampled query rows against the definition in float64.
+If a score fails, its row
+holds the error message and the run goes on. If a baseline fails, the run stops.
+
+Results: benchmarks/results/gpu-<chip>.json, with chip and versions.
 """
 
 from __future__ import annotations
