@@ -52,7 +52,7 @@ class Shape(NamedTuple):
     dim: int
 
 
-#: Of equal work in pairs; 64 and 128 are the head dimensions of most models.
+#: Two for each length, of equal work; 64 and 128 are the head dimensions of most models.
 SHAPES = [
     Shape(8, 32, 2048, 64),
     Shape(8, 16, 2048, 128),
@@ -163,7 +163,7 @@ def differentiate(attend: Callable, vectors: list[torch.Tensor], grad: torch.Ten
 
 
 def find_error(score: Callable, machine: Machine, shape: Shape, out: torch.Tensor) -> float:
-    """Return the largest difference of sampled rows from the definition in float64, over the largest number."""
+    """Return max |out - expected| / max |expected| for sampled rows of two heads; expected in float64."""
     query, key, value = (t[:1, :2].double() for t in machine.make_inputs(shape))
     rows = torch.linspace(
         0, shape.tokens - 1, min(SAMPLED, shape.tokens), device=query.device

@@ -101,7 +101,7 @@ class Injection(ABC):
 
     @abstractmethod
     def search_allocation(self) -> Allocation | None:
-        """Return the cheapest allocation that keeps `MARGIN` of the budget on the second texts.
+        """Return the cheapest allocation whose losses are within `MARGIN` · budget on the second texts.
 
         Returns None if no tried allocation does.
         """
@@ -152,7 +152,7 @@ class Injection(ABC):
         if allocation is None or allocation.config() is None:
             raise self.explain_failure()
         progress.describe("verifying on held-out text")
-        # Fixed before a third text is read, so that these texts cannot influence the order.
+        # The list is complete before any held-out text is read, so these cannot change the order.
         candidates = list(self.list_candidates(allocation))
         before, memory_before = self.read_held_out()
         self.note_original(before)
@@ -228,9 +228,9 @@ class Injection(ABC):
         )
 
     def note_original(self, before: dict[str, Any]) -> None:
-        """Use the values of the original model before candidates are compared with it.
+        """Receive the values of the original model, before candidates are compared with it.
 
-        Subclasses override this to ignore texts that cannot judge a candidate.
+        Subclasses mark here the texts that cannot judge a candidate.
         """
         return None
 

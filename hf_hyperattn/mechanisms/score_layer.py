@@ -61,15 +61,14 @@ class ScoreLayer(MechanismLayer):
 
     Blend computes S + g·S_m, with g = 0 at the start. Replace computes S_m.
 
-    Parameters, one number per query head, all zero at the start: `gate` g (blend only), and for
-    each name in `learned` a `log_<name>`. It is the logarithm of the number divided by the config's
-    value.
+    Parameters, each [H] and 0 at the start: `gate` g (blend only), and one `log_<name>` for each
+    name in `learned`. The current number is the config's value · exp(log_<name>).
 
-    Subclasses set `space`. It is called with the learned numbers: each is a tensor [H], or the
-    config's number if the layer has no parameters. It returns an object with a method
-    `score(query, key, scale=None, gate=None, capped=False)`. This method returns a `PairScore` of
-    one term with this gate and cap. With a scale, the term reads the attention layer's product,
-    scale · q·k. With None, it reads a product of its own features.
+    Subclasses set a function `space(*numbers)`. Each number is a tensor [H], or the config's number
+    if the layer has no parameters. The result has a method
+    `score(query, key, scale=None, gate=None, capped=False)`, which returns a `PairScore` of one
+    term. With `scale`, the term reads the attention layer's product, scale · q·k. Without, it reads
+    a product of its own features.
     """
 
     honours_heads = True
@@ -98,7 +97,8 @@ class ScoreLayer(MechanismLayer):
 
     def forward(self, plan: Plan) -> Plan:
         gate, call = self.gate, plan.call
-        # Skip a layer with zero gates. A recorded call must hold for later gates, too.
+        # Skip a layer whose gates are all zero, but not while a graph is recorded: it runs again
+        # later, when they may be different.
         if gate is not None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
             # The usual parameter is recognised without the slower `can_read`, because this runs in
             # every decoding step. For the same reason one gate needs no `identical`.
@@ -117,8 +117,8 @@ class ScoreLayer(MechanismLayer):
         # Gradients of half-precision vectors are summed in float32 first, see `upcast_for_grad`.
         if torch.is_grad_enabled() and dtype not in (query.dtype, key.dtype):
             query, key = upcast_for_grad(query), upcast_for_grad(key)
-            # The plain dot product is made again from these vectors: engines multiply one pair of
-            # vectors for all terms, and both gradients must meet there.
+            # Make the plain dot product again from these vectors. An engine computes one product
+            # for all terms, so all must read the same tensors, where their gradients are added.
             if (
                 len(score.terms) == 1
                 and score.raw_query is call.query
@@ -243,8 +243,7 @@ class PointVectors:
 class PointSpace:
     """Base of the settings and parameters of a score that reads the distances of points.
 
-    A point is a factor times the numbers of a vector. The class stands here, because each file that a
-    call enters costs time.
+    A point is a vector times a factor.
     """
 
     #: Class of the queries and keys of one call.

@@ -54,14 +54,15 @@ find_backward_pass: Callable[[], int] = find_private("torch._C", "_current_graph
 no_torch_function: Any = find_private("torch._C", "_disabled_torch_function_impl")
 make_wrapper: Callable = find_private("torch", "Tensor")._make_wrapper_subclass
 
-# Inside a custom operator torch excludes autograd from dispatch; a guard brings it back.
+# Inside a custom operator torch excludes autograd from dispatch. To turn it on again, read both sets
+# of keys and enter `force_keys` with changed ones.
 DispatchKey: Any = find_private("torch._C", "DispatchKey")
 read_included_keys: Callable = find_private("torch._C", "_dispatch_tls_local_include_set")
 read_excluded_keys: Callable = find_private("torch._C", "_dispatch_tls_local_exclude_set")
 force_keys: Callable = find_private("torch._C", "_ForceDispatchKeyGuard")
 
-# The level of forward-mode differentiation, from 0; negative without. It changes, so it is read at
-# every call.
+# The level of forward-mode differentiation: 0 or more if active, else negative. The first line only
+# checks that the attribute exists; its value changes, so it is read again at each call.
 find_private("torch.autograd.forward_ad", "_current_level")
 read_forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 

@@ -11,6 +11,7 @@ import hf_hyperattn as ha
 from hf_hyperattn import HierarchicalCache, HsaConfig, SparseConfig
 from hf_hyperattn.rules import Window
 
+from ..covering import cover_pairs
 from .test_sparse_models import drawn, llama, logits
 
 MADE_FOR = {
@@ -58,12 +59,17 @@ def test_an_unpatched_model_refuses_its_cache(kind):
     assert_refused(ha.unpatch_model(patched(MADE_FOR[kind])), kind)
 
 
-@made_for
-@pytest.mark.parametrize("mode", ["replace", "blend"])
-@pytest.mark.parametrize("name", OTHERS)
+# With mode="replace" the same mechanism is the model that the cache was made for.
+ELSEWHERE = cover_pairs(
+    OTHERS,
+    ["replace", "blend"],
+    MADE_FOR,
+    allowed=lambda name, mode, kind: mode == "blend" or name != kind,
+)
+
+
+@pytest.mark.parametrize("name, mode, kind", ELSEWHERE)
 def test_other_mechanisms_refuse_it(name, mode, kind):
-    if mode == "replace" and name == kind:
-        pytest.skip("that is the model that the cache was made for")
     assert_refused(patched(*OTHERS[name], mode=mode), kind)
 
 

@@ -206,6 +206,30 @@ SHORT = 4096
 SQUARE = SHORT * SHORT * 4
 
 
+@pytest.mark.parametrize("form", ["sinh", "cosh"])
+def test_products_from_an_anchor_are_within_their_bound(form):
+    """Where the margins allow it: pairs near the anchor and as far away as positions go, for slopes of all sizes."""
+    term, seen = TERMS[f"hype_{form}"], 0
+    near = torch.arange(-64, 65) * 0.5
+    far = torch.cat([torch.arange(-300, 300) * 0.5, torch.randint(-200_000, 200_000, (500,))])
+    for mu in (1e-4, 1 / LENGTH, 1e-3, 1 / 512, 0.01, 1 / 32, 0.1, 0.5, 1.0):
+        for tau in (1e-3, 0.1, 1.0, 8.0, 64.0, 512.0, 8192.0):
+            head = torch.tensor(mu), torch.tensor(tau)
+            x = near[term.split_margins(near, head)[0] >= 0][:, None]
+            y = far[term.split_margins(far, head)[1] >= 0][None]
+            numbers = zip(term.split_row(x, head), term.split_column(y, head), strict=True)
+            found = sum(a * b for a, b in numbers).double()
+            angle = (y.double() - x.double()) * head[0].double()
+            unit = angle.sinh() if form == "sinh" else 1 - angle.cosh()
+            expected = head[1].double() * unit
+            # Beyond it float32 ends.
+            ordinary = expected.abs() < 1e30
+            error = (found - expected).abs() / expected.abs().clamp_min(1)
+            assert (error[ordinary] <= 1e-5).all(), (mu, tau, error[ordinary].max())
+            seen += int(ordinary.sum())
+    assert seen > 100_000
+
+
 @pytest.mark.parametrize("way", ["blockwise", "sdpa", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_matrix_of_all_pairs(way, dtype):

@@ -151,7 +151,8 @@ def load_records(start, line, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.con
 @triton.jit
 def choose_anchor(position):
     """Return the middle of a block's positions."""
-    # Positions are whole numbers below 2^23, so the middle is exact, and so are differences from it.
+    # The middle of whole numbers below 2^23 is exact, and so are differences from it. Other positions
+    # round here as they do in the difference of a pair.
     return 0.5 * (tl.max(tl.max(position, 1), 0) + tl.min(tl.min(position, 1), 0))
 
 

@@ -16,7 +16,8 @@ from .reference import FARTHEST, FORMS
 NEAR = 1.0
 FAR = FARTHEST - 2 * NEAR
 #: Largest bias between a line and its anchor. The products of pairs near the anchor are about this
-#: large and cancel, so half a float32 unit in the last place of it, 4e-6, is the error of their bias.
+#: large and cancel. Each is rounded by up to 4e-6, half a float32 unit in the last place. The error
+#: of the bias stays below 1e-5 (tests/mechanisms/test_hype_long.py).
 LARGEST_NEAR = 64.0
 
 
