@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from hf_hyperattn.engines import native
 from hf_hyperattn.engines.cpu.selected import (
-    BY,
-    KEPT,
-    HeadRule,
     chosen_pages,
-    forward,
+    kernel,
     selected_attention,
     shapes_of_choice,
 )
+from hf_hyperattn.engines.selected import BY, KEPT, HeadRule
 from hf_hyperattn.engines.selection import Lists
 from tests.engines.test_native import needs_compiler
 
@@ -423,7 +421,7 @@ def test_the_operator_is_registered_as_one():
         torch.randn(len(rules)),
         bias,
     )
-    torch.library.opcheck(forward, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(kernel.operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow

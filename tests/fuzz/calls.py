@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hf_hyperattn.engines import attention
 from hf_hyperattn.engines.cpu import FEW, norms, squared_norms
-from hf_hyperattn.engines.cpu.selected import HeadRule, chosen_pages, selected_attention
+from hf_hyperattn.engines.cpu.selected import chosen_pages, selected_attention
 from hf_hyperattn.engines.score import upcast_for_grad
+from hf_hyperattn.engines.selected import HeadRule
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, pool_levels
 from tests.engines.sweep import Call

@@ -11,6 +11,7 @@ import transformers as hf
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.engines.cpu import selected
+from hf_hyperattn.engines.selected import KEPT
 from hf_hyperattn.mechanisms.base import HostCall, RankHeads
 from hf_hyperattn.mechanisms.sparse import (
     Clusters,
@@ -332,7 +333,7 @@ def test_a_cache_keeps_the_choice_of_a_chunk(monkeypatch):
     asked, choose = [], selected.chosen_pages
 
     def choosing(query, key, rules, **options):
-        asked.append([rule.by == selected.KEPT for rule in rules])
+        asked.append([rule.by == KEPT for rule in rules])
         return choose(query, key, rules, **options)
 
     monkeypatch.setattr(selected, "chosen_pages", choosing)

@@ -15,9 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...utils.readable import can_read, is_recorded, is_transformed
-from ...utils.torch_private import count_dispatch_modes
-from ..graph_torch import refuse_in_operator
+from ...utils.readable import can_read, is_transformed
+from ..selected import (
+    KEPT,
+    HeadRule,
+    SelectedKernel,
+    check_choice,
+    check_spans,
+    differentiate_sinks,
+    flatten_rules,
+    is_direct,
+    list_shapes,
+)
 from ..selection import Lists, Summaries
 from . import library
 from .kernels import count_chunks
@@ -34,45 +43,6 @@ MATRIX = struct.Struct("P3q")
 SUMMARIES = struct.Struct("P3q P3q 7q 3P")
 #: Smallest number of queries of a part, if a backward pass is split for several threads.
 LEAST_PART = 256
-
-
-class HeadRule(NamedTuple):
-    """Which keys j <= p a query at position p sees.
-
-    Without pages: the keys j < sinks, and the keys j > p - near.
-
-    With pages, c is the first position of the query's chunk. The query sees the keys j < sinks, the
-    chosen pages, and all keys from the page on that contains c - near + 1.
-
-    Args:
-        near: Number of nearest keys. Without pages, a number not below the length gives full
-            attention.
-        sinks: Number of first keys.
-        page: Keys of a page; 0 if no pages are chosen.
-        chunk: Number of queries that share a choice.
-        top: Number of pages that a chunk chooses.
-        bounds: 1: score a page by the smallest and largest value of its keys in each channel; 0: by
-            their mean.
-        by: What a chunk chooses by, an index into `BY`, or `KEPT`.
-        channels: Number of channels that score a page: those with the largest absolute values in
-            the chunk's query. 0: all.
-    """
-
-    near: int
-    sinks: int = 0
-    page: int = 0
-    chunk: int = 1
-    top: int = 0
-    bounds: int = 0
-    by: int = 0
-    channels: int = 0
-
-
-#: What a chunk chooses by, `By` of listed/choice.h: each query by itself, the first query of the
-#: chunk, the mean of the previous chunk, or the mean of the chunk.
-BY = ("own", "first", "previous", "chunk")
-#: `by` of a head whose choice is given.
-KEPT = len(BY)
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -105,21 +75,7 @@ def make_layout(rules: Sequence[int], queries: int, keys: int) -> Layout:
         rules: The numbers of all `HeadRule`, one after the other.
         queries, keys: Number of queries that choose, and of keys.
     """
-    return _make_cached_layout(tuple(rules), _list_shapes(rules, queries, keys))
-
-
-def _list_shapes(rules: Sequence[int], queries: int, keys: int) -> tuple[tuple[int, int], ...]:
-    """Return `Layout.shapes`."""
-    width = len(HeadRule._fields)
-    shapes = []
-    for i in range(0, len(rules), width):
-        rule = HeadRule(*rules[i : i + width])
-        if rule.page:
-            # One chunk more at each end: padding decides where in its chunk the first query stands.
-            shapes.append((queries // rule.chunk + 2, min(rule.top, keys // rule.page)))
-        else:
-            shapes.append((0, 0))
-    return tuple(shapes)
+    return _make_cached_layout(tuple(rules), list_shapes(rules, queries, keys))
 
 
 # One entry per layer. While text is generated, shapes stay the same.
@@ -133,17 +89,11 @@ def _make_cached_layout(rules: tuple[int, ...], shapes: tuple[tuple[int, int], .
     return Layout(library.longs(numbers), shapes, places)
 
 
-@lru_cache(maxsize=512)
-def _flatten_rules(rules: tuple[HeadRule, ...]) -> tuple[int, ...]:
-    """Return the numbers of all rules, one after the other."""
-    return tuple(number for rule in rules for number in rule)
-
-
 def shapes_of_choice(
     rules: Sequence[HeadRule], queries: int, keys: int
 ) -> tuple[tuple[int, int], ...]:
     """Return for each head the most chunks, and the most pages that a chunk chooses."""
-    return make_layout(_flatten_rules(tuple(rules)), queries, keys).shapes
+    return make_layout(flatten_rules(tuple(rules)), queries, keys).shapes
 
 
 def _make_rows_dense(t: Tensor) -> Tensor:
@@ -265,20 +215,7 @@ def compute_attention(
     return out, lse
 
 
-# The function stays callable by itself, without torch's dispatcher: see `is_direct`.
-forward = torch.library.custom_op("hf_hyperattn::selected", compute_attention, mutates_args=())
-
-
-@forward.register_fake
-def _fake_attention(
-    query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias
-):
-    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
-    return out, out.new_empty(2, *query.shape[:3])
-
-
-@torch.library.custom_op("hf_hyperattn::selected_backward", mutates_args=())
-def gradients(
+def compute_gradients(
     grad: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -331,60 +268,15 @@ def gradients(
         t.sum(0)[..., : like.shape[-1]].to(like.dtype).clone()
         for t, like in zip(sums, (key, value), strict=True)
     )
-    d_sinks = grad.new_empty(0) if sinks is None else _differentiate_sinks(grad, sinks, out, lse)
+    d_sinks = differentiate_sinks(grad, sinks, out, lse)
     return d_query.to(query.dtype), d_key, d_value, d_sinks
 
 
-@gradients.register_fake
-def _fake_gradients(
-    grad,
-    out,
-    lse,
-    query,
-    key,
-    value,
-    chosen,
-    rules,
-    spans,
-    offset,
-    scale,
-    softcap,
-    window,
-    sinks,
-    bias,
-):
-    d_sinks = (
-        grad.new_empty(0, dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
-    )
-    return *(t.new_empty(t.shape) for t in (query, key, value)), d_sinks
-
-
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale, ctx.softcap, ctx.window, sinks, bias = (
-        inputs
-    )
-    ctx.save_for_backward(*output, *tensors, sinks, bias)
-
-
-def _pull_back(ctx, grad, _):
-    *saved, sinks, bias = ctx.saved_tensors
-    rest = ctx.rules, ctx.spans, ctx.offset, ctx.scale, ctx.softcap, ctx.window
-    *vectors, d_sinks = gradients(grad, *saved, *rest, sinks, bias)
-    # No gradients for `chosen`, the six settings, and the bias.
-    return *vectors, *[None] * 7, None if sinks is None else d_sinks, None
-
-
-def _differentiate_sinks(grad: Tensor, sinks: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient of the sinks, [H]."""
-    top, share = lse
-    # A share of 0 marks a row of padding, which sees nothing. A sink has no value, so raising its
-    # weight by a little changes the output by minus that much of it.
-    weight = torch.where(share > 0, torch.exp(sinks.float()[:, None] - top) * share, 0.0)
-    return -(weight * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-
-
-forward.register_autograd(_pull_back, setup_context=_save_for_backward)
-refuse_in_operator(gradients, "backend='cpu'")
+#: Attention on the CPU, as a function and as an operator.
+kernel = SelectedKernel(
+    "hf_hyperattn::selected", compute_attention, compute_gradients, torch.float32, "cpu"
+)
+selected_attention = kernel.attend
 
 
 def compute_choice(
@@ -429,19 +321,9 @@ def compute_choice(
 choice = torch.library.custom_op("hf_hyperattn::selected_choice", compute_choice, mutates_args=())
 
 
-def is_direct(*tensors: Tensor) -> bool:
-    """Return whether the kernel may be called without an operator.
-
-    It may if the call needs no gradients, and if no dispatch mode or recording watches operators.
-    """
-    # For one generated token, torch's dispatcher takes longer than the kernel.
-    learned = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return not (learned or is_recorded() or count_dispatch_modes())
-
-
 def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int]:
     # Not `make_layout`: while a call is traced, numbers are symbols, which the cache cannot hash.
-    shapes = _list_shapes(rules, query.shape[2] - earlier, keys)
+    shapes = list_shapes(rules, query.shape[2] - earlier, keys)
     return query.shape[0], sum(chunks * most for chunks, most in shapes)
 
 
@@ -484,11 +366,11 @@ def chosen_pages(
         ValueError: The spans or `kept` do not fit the call, or `kept` is missing.
     """
     starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
-    _check_spans(starts, stops, key.shape[2])
-    flat = _flatten_rules(tuple(rules))
+    check_spans(starts, stops, key.shape[2])
+    flat = flatten_rules(tuple(rules))
     layout = make_layout(flat, query.shape[2] - earlier, key.shape[2])
     if kept is not None:
-        _check_choice(kept.rows, len(query), layout)
+        check_choice(kept.rows, len(query), layout.shapes)
     elif any(rule.by == KEPT for rule in rules):
         raise ValueError("selected attention: a head's choice is said to be kept; give kept")
     query, key = query.detach(), key.detach()
@@ -537,82 +419,3 @@ def page_summaries(
         *map(ctypes.addressof, arrays),
     )
     library.core().hyper_page_summaries(call)
-
-
-def _check_choice(chosen: Tensor, batch: int, layout: Layout) -> None:
-    """Raise ValueError unless `chosen` has the shape that the kernel reads."""
-    shape = batch, layout.places
-    if chosen.shape != shape or chosen.dtype != torch.int32:
-        raise ValueError(
-            f"selected attention: chosen is {chosen.dtype} {list(chosen.shape)} "
-            f"where these queries and rules have int32 {list(shape)}; give what chosen_pages returns"
-        )
-
-
-def _check_spans(starts: Sequence[int], stops: Sequence[int], keys: int) -> None:
-    """Raise ValueError unless all spans lie in the keys that the kernel reads."""
-    if not all(0 <= start <= stop <= keys for start, stop in zip(starts, stops, strict=True)):
-        raise ValueError(
-            f"selected attention: spans {starts}, {stops}; allowed: 0 <= start <= stop <= {keys} keys"
-        )
-
-
-def selected_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rules: Sequence[HeadRule],
-    chosen: Lists | None = None,
-    *,
-    spans: tuple[Sequence[int], Sequence[int]] | None = None,
-    offset: int = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Compute causal attention in which every head has its own sparse rule.
-
-    Args:
-        query: [B, H, N, d], float32 or bfloat16. Query i stands at key i + offset.
-        key, value: [B, Hkv, M, d] and [B, Hkv, M, dv].
-        rules: One rule for each query head.
-        chosen: Pages of each chunk, from `chosen_pages`. None: no pages are chosen.
-        spans: Starts and stops, one per batch element: the first key that is not padding, and the
-            end of these keys. Positions, chunks and pages count from the first. None: no key is
-            padding.
-        offset: Position of query 0 among the keys.
-        scale: Factor of the dot products. None: 1 / sqrt(d).
-        softcap: Logits become softcap * tanh(logit / softcap). None: no cap.
-        window: Sliding window of the attention layer: a query sees only the last `window` keys.
-            None: no window.
-        sinks: [H], one logit per head that takes weight in the softmax but has no value.
-        bias: [B, H, M], added to the logits of each key after the softcap. It gets no gradient.
-
-    Returns:
-        [B, H, N, dv] in the dtype of the query; 0 for queries before the first key.
-
-    Raises:
-        ValueError: Rules, pages or spans do not fit the call.
-    """
-    batch, heads, n, d = query.shape
-    if len(rules) != heads:
-        raise ValueError(
-            f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head"
-        )
-    flat = _flatten_rules(tuple(rules))
-    layout = make_layout(flat, n, key.shape[2])
-    if chosen is None:
-        chosen = Lists(query.new_full((batch, layout.places), -1, dtype=torch.int32), layout.shapes)
-    starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
-    _check_spans(starts, stops, key.shape[2])
-    _check_choice(chosen.rows, batch, layout)
-    scale = float(d**-0.5 if scale is None else scale)
-    learnable = [query, key, value]
-    if sinks is not None:
-        learnable.append(sinks)
-    run = compute_attention if is_direct(*learnable) else forward
-    settings = flat, [*starts, *stops], offset, scale, softcap or 0.0, window or 0
-    out, _ = run(query, key, value, chosen.rows, *settings, sinks, bias)
-    return out.to(query.dtype)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
 from ...engines.cpu import selected
-from ...engines.cpu.selected import BY, KEPT, HeadRule, shapes_of_choice
+from ...engines.cpu.selected import shapes_of_choice
+from ...engines.selected import BY, KEPT, HeadRule
 from ...engines.selection import Lists, Summaries
 from ...utils.attached import attached_to
 from ...utils.readable import can_read
