@@ -1,0 +1,735 @@
+"""Kernels for attention to listed keys: first, nearest and chosen ones.
+
+Here you learn how a program finds the keys of its queries. `tables.py` makes the tables that the
+kernels read, `selected.py` launches them.
+"""
+
+# These functions are in Triton's language. Python has no types for its loops and tuples.
+# mypy: disable-error-code="assignment"
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arithmetic import LOG2E, tanh
+from .forward import store_sums
+from .tile import load_vectors, locate_head, multiply_tiles
+
+# A *block* is BM queries at neighbouring positions; blocks begin at multiples of BM. The keys of a
+# block come from two places:
+#
+#   listed   pages of PAGE keys that some query of the block has chosen, or that hold the first
+#            keys of the text. First the pages that all queries see as a whole, then the others.
+#   near     all keys from the page on that is near the first query.
+#
+# One tile has BN keys: BN // PAGE listed pages, or BN near keys. A clean tile is seen by all
+# queries of the block and needs no mask. In other tiles, query r sees key j if
+#
+#   (bits of the page of j has the bit of r's chunk, or j >= near of r, or j < sinks) and j <= r.
+#
+#   name    shape    content
+#   p       [BM]     int32, position of each query in its text: the first real key is 0
+#   j       [BN]     int32, position of each key; FAR for slots without a key
+#   bits    [BN]     int32, the chunks of the block that have chosen the page of a key
+#   bit     [BM]     int32, the bit of each query's chunk
+#   near    [BM]     int32, the first position that is near each query
+
+#: A position behind all queries: no query sees it.
+FAR = tl.constexpr(2**30)
+#: Numbers that change from call to call. Not specialized: one compiled kernel serves all.
+LENGTHS = ["n", "m", "pages", "blocks", "first_block", "row_step", "offset", "window"]
+
+
+@triton.jit
+def find_near(p, near, chunk, step):
+    """Return the first position that is near the queries at positions `p`.
+
+    Args:
+        p: Positions.
+        near, chunk: As in `HeadRule`.
+        step: Near keys begin at a multiple of this.
+    """
+    begin = tl.maximum(p // chunk * chunk - near + 1, 0)
+    return begin // step * step
+
+
+@triton.jit
+def read_rule(RULES, member):
+    """Return the query head of a member of the launch, and its numbers of `HeadRule`.
+
+    Args:
+        RULES: Pointer to int32 [members, 5]; see `tables.ListedRules`.
+        member: Index of the member.
+
+    Returns:
+        head, near, sinks, chunk, step.
+    """
+    rule = RULES + member * 5
+    return (
+        tl.load(rule),
+        tl.load(rule + 1),
+        tl.load(rule + 2),
+        tl.load(rule + 3),
+        tl.load(rule + 4),
+    )
+
+
+@triton.jit
+def locate_block(block, start, offset, n, BM: tl.constexpr):
+    """Return the positions of the queries of a block.
+
+    Args:
+        block: Number of the block; block 0 has the first real query.
+        start: First real key of the batch element.
+        offset: Index of the key that belongs to query 0.
+        n: Number of queries.
+
+    Returns:
+        base: First position of the block, a multiple of BM.
+        first, last: Positions of the first and the last real query of the block.
+    """
+    real = tl.maximum(offset - start, 0)
+    base = (real // BM + block) * BM
+    return base, tl.maximum(base, real), tl.minimum(base + BM, n + offset - start) - 1
+
+
+@triton.jit
+def place_queries(base, first, last, rule, BM: tl.constexpr):
+    """Return the queries of a block.
+
+    Args:
+        base, first, last: From `locate_block`.
+        rule: From `read_rule`.
+
+    Returns:
+        p, near, bit: See the table at the top.
+        inside: Bool [BM], the rows that hold a real query of the call.
+    """
+    _, near, _, chunk, step = rule
+    p = base + tl.arange(0, BM)
+    inside = (p >= first) & (p <= last)
+    # Other rows repeat a query of the block, so that their numbers are real ones.
+    p = tl.minimum(tl.maximum(p, first), last)
+    place = p // chunk - base // chunk
+    # Rules without pages have a chunk for each query, and no bits. Any bit does for them.
+    return p, find_near(p, near, chunk, step), 1 << (place & 31), inside
+
+
+@triton.jit
+def load_bits(BITS, j, sinks, pages, PAGE: tl.constexpr):
+    """Return the bits of keys; all bits for the first `sinks` keys.
+
+    Args:
+        BITS: Pointer to the bits of the block's pages, int32 [pages].
+        j: Positions of the keys; FAR for slots without a key.
+        sinks: Number of first keys that all queries see.
+    """
+    bits = tl.load(BITS + j // PAGE, mask=j // PAGE < pages, other=0)
+    return tl.where(j < sinks, -1, bits)
+
+
+@triton.jit
+def is_seen(p, near, bit, j, bits, window, WINDOWED: tl.constexpr):
+    """Return the pairs that are visible, bool [BM, BN]; arguments as in the table at the top."""
+    seen = ((bits[None, :] & bit[:, None]) != 0) | (j[None, :] >= near[:, None])
+    seen = seen & (j[None, :] <= p[:, None])
+    if WINDOWED:
+        seen = seen & (j[None, :] > p[:, None] - window)
+    return seen
+
+
+@triton.jit
+def find_near_range(first, last, rule, stop, window, WINDOWED: tl.constexpr, PAGE: tl.constexpr):
+    """Return the range of keys that are near a block, and its clean part.
+
+    Args:
+        first, last: Positions of the first and the last query of the block.
+        rule: From `read_rule`.
+        stop: Number of real keys.
+        window: Sliding window of the attention layer.
+
+    Returns:
+        begin, end: The range; `begin` is a multiple of PAGE unless the window cuts it.
+        clean: First position that is near all queries of the block.
+        clean_end: End of the positions that no query of the block is before.
+    """
+    _, near, _, chunk, step = rule
+    begin = find_near(first, near, chunk, step) // PAGE * PAGE
+    clean = find_near(last, near, chunk, step)
+    if WINDOWED:
+        # Chosen pages lie inside the window of all queries of their chunk, so none is cut off.
+        begin = tl.maximum(begin, first - window + 1)
+        clean = tl.maximum(clean, last - window + 1)
+    end = tl.minimum(last + 1, stop)
+    return begin, end, clean, tl.minimum(first + 1, end)
+
+
+@triton.jit
+def place_keys(
+    t,
+    LIST,
+    entry,
+    entries,
+    tiles,
+    near,
+    end,
+    EDGE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Return the positions of the keys of a tile, int32 [BN].
+
+    Args:
+        t: Number of the tile; the first `tiles` tiles are listed.
+        LIST: Pointer to the pages of the block.
+        entry: First entry of tile 0 in the list.
+        entries: End of the entries.
+        near: Position of the first key of the tile, if it is not listed.
+        end: End of the near keys.
+        EDGE: Whether the tile may have slots without a key.
+    """
+    slot = tl.arange(0, BN)
+    PER: tl.constexpr = BN // PAGE
+    is_listed = t < tiles
+    at = entry + t * PER + slot // PAGE
+    is_there = is_listed & (at < entries)
+    if BN % PAGE != 0:
+        is_there = is_there & (slot < PER * PAGE)
+    page = tl.load(LIST + at, mask=is_there, other=0)
+    j = tl.where(is_listed, page * PAGE + slot % PAGE, near + slot)
+    if EDGE:
+        j = tl.where(is_there | ((t >= tiles) & (j < end)), j, FAR)
+    return j
+
+
+@triton.jit
+def load_rows(
+    vectors, start, j, width, WIDTH: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr
+):
+    """Return the vectors of keys, [BN, BD]; zeros for slots without a key.
+
+    Args:
+        vectors: (pointer, stride) from `locate_head`.
+        start: First real key of the batch element.
+        j: Positions of the keys.
+        width: Indices of the components, [BD].
+        WIDTH, PADDED: As for `tile.load_vectors`.
+        EDGE: Whether there may be slots without a key.
+    """
+    return load_vectors(vectors, (start + j)[:, None], width[None, :], FAR, WIDTH, PADDED, not EDGE)
+
+
+@triton.jit
+def compute_scores(q, k, BIAS, start, j, scale, softcap, PLAIN: tl.constexpr, CAPPED: tl.constexpr):
+    """Return the logits of a tile, [BM, BN], and the slope of the softcap (1.0 without one).
+
+    Args:
+        q, k: [BM, BD] and [BN, BD].
+        BIAS: Pointer to the bias of the keys of this head, or None.
+        start, j: As in `load_rows`.
+        scale, softcap: As in `SelectedKernel.attend`.
+        PLAIN: Whether the logits are dot products, not yet multiplied by the scale. Otherwise they
+            are in nats.
+        CAPPED: Whether there is a softcap.
+    """
+    s = multiply_tiles(q, tl.trans(k))
+    slope = 1.0
+    if not PLAIN:
+        s = s * scale
+    if CAPPED:
+        share = tanh(s / softcap)
+        s = softcap * share
+        slope = 1 - share * share
+    if BIAS is not None:
+        s += tl.load(BIAS + start + j, mask=j < FAR, other=0.0)[None, :]
+    return s, slope
+
+
+@triton.jit
+def raise_to_weights(s, top, nats, PLAIN: tl.constexpr):
+    """Return e^(nats * (s - top)).
+
+    Args:
+        s: Logits from `compute_scores`.
+        top: The largest logit of each row, which broadcasts to `s`.
+        nats: Factor from logits to nats.
+        PLAIN: As for `compute_scores`. If so, one operation per pair is saved. With a bias it
+            would fail for rows that see only logits of about -3.4e38.
+    """
+    if PLAIN:
+        unit = nats * LOG2E
+        return tl.exp2(s * unit - top * unit)
+    else:
+        return tl.exp2((s - top) * LOG2E)
+
+
+@triton.jit
+def locate_bias(BIAS, b, h):
+    """Return the pointer to the bias of a head, given (pointer or None, strides); None without."""
+    found = None
+    if BIAS[0] is not None:
+        found = BIAS[0] + b.to(tl.int64) * BIAS[1][0] + h.to(tl.int64) * BIAS[1][1]
+    return found
+
+
+@triton.jit
+def take_share(tiles, part, PARTS: tl.constexpr):
+    """Return the range of tiles that one of PARTS programs computes."""
+    share = tl.cdiv(tiles, PARTS)
+    return part * share, tl.minimum(tiles, (part + 1) * share)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def listed_forward(
+    Q,
+    K,
+    V,
+    TABLES,
+    RULES,
+    SPANS,
+    BIAS,
+    SINKS,
+    OUT,
+    LSE,
+    SUM,
+    batch,
+    heads,
+    members,
+    n,
+    m,
+    pages,
+    blocks,
+    first_block,
+    row_step,
+    offset,
+    window,
+    scale,
+    softcap,
+    PLAIN: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Compute the output of the queries of some blocks, and the sums for the backward pass.
+
+    Args:
+        Q, K, V: (pointer, strides) of [B, H, N, D], [B, Hkv, M, D] and [B, Hkv, M, DV].
+        TABLES: Pointers to the tables of `tables.Tables`: bits, pages and counts.
+        RULES, SPANS: Pointers to the tables of `tables.ListedRules`.
+        BIAS: (pointer or None, strides) of [B, H, M], float32.
+        SINKS: Pointer to one logit per head, float32 [H], or None.
+        OUT: Written, [B, H, N, DV]. If PARTS > 1: float32 [PARTS, B, H, N, DV], not yet divided by
+            the sum of weights.
+        LSE: Written, float32 [2, B, H, N]: see `forward.store_sums`. If PARTS > 1: the largest
+            logits, [PARTS, B, H, N].
+        SUM: Written if PARTS > 1, float32 [PARTS, B, H, N]: sums of weights.
+        batch: B.
+        heads, n, m: H, N, M.
+        members: Number of heads of this launch.
+        pages: Number of pages of the tables.
+        blocks, first_block: Number of blocks of the tables, and the first of them.
+        row_step: B * H * N.
+        offset, window, scale, softcap: As in `SelectedKernel.attend`.
+        PLAIN: Whether logits are dot products times a positive scale, without softcap and bias.
+        GROUP: Query heads that share a key head.
+        PAGE: Keys of a page, at most BN.
+        PARTS: Number of programs that share the keys of a block.
+    """
+    part = tl.program_id(0) % PARTS
+    number = tl.program_id(0) // PARTS
+    # Backwards: the blocks with the most keys start first, so no long program ends last.
+    block = blocks - 1 - number % blocks
+    member = number // blocks % members
+    b = number // (blocks * members)
+    rule = read_rule(RULES, member)
+    h, sinks = rule[0], rule[2]
+    start, stop = tl.load(SPANS + b), tl.load(SPANS + batch + b)
+    base, first, last = locate_block(block + first_block, start, offset, n, BM)
+    # Rows of the batch that begin later have fewer blocks.
+    if last < first:
+        return
+    p, near, bit, inside = place_queries(base, first, last, rule, BM)
+    i = p + start - offset
+
+    width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
+    queries = locate_head(Q, b, h)
+    q = load_vectors(queries, i[:, None], width[None, :], n, D, D < BD, True)
+    keys, values = locate_head(K, b, h // GROUP), locate_head(V, b, h // GROUP)
+    bias = locate_bias(BIAS, b, h)
+    table = ((b * members + member) * blocks + block).to(tl.int64)
+    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages
+    whole, entries = tl.load(TABLES[2] + table * 2), tl.load(TABLES[2] + table * 2 + 1)
+    begin, end, clean, clean_end = find_near_range(
+        first, last, rule, stop - start, window, WINDOWED, PAGE
+    )
+
+    # Listed tiles that are clean: full tiles of pages that all queries see.
+    PER: tl.constexpr = BN // PAGE
+    listed_clean = whole // PER if BN % PAGE == 0 else 0
+    listed_edge = tl.cdiv(entries - listed_clean * PER, PER)
+    # Near tiles: edges before the clean ones, clean ones, edges after them.
+    near_tiles = tl.cdiv(tl.maximum(end - begin, 0), BN)
+    left = tl.minimum(tl.cdiv(tl.maximum(clean - begin, 0), BN), near_tiles)
+    right = tl.maximum((clean_end - begin) // BN, left)
+
+    nats = scale if PLAIN else 1.0
+    total = tl.zeros([BM, BDV], tl.float32)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    weight = tl.zeros([BM], tl.float32)
+    if SINKS is not None:
+        # One part counts the sink, or it would count PARTS times.
+        if part == 0:
+            top = tl.zeros([BM], tl.float32) + tl.load(SINKS + h) / nats
+            weight += 1.0
+    for EDGE in tl.static_range(2):
+        tiles = listed_clean if EDGE == 0 else listed_edge
+        near_count = right - left if EDGE == 0 else near_tiles - (right - left)
+        low, high = take_share(tiles + near_count, part, PARTS)
+        for t in range(low, high):
+            # Load: keys by their places in the list, or near keys.
+            x = t - tiles
+            x = x + left if EDGE == 0 else tl.where(x < left, x, x - left + right)
+            j = place_keys(
+                t,
+                listed,
+                0 if EDGE == 0 else listed_clean * PER,
+                entries,
+                tiles,
+                begin + x * BN,
+                end,
+                EDGE == 1,
+                PAGE,
+                BN,
+            )
+            k = load_rows(keys, start, j, width, D, D < BD, EDGE == 1)
+            s, _ = compute_scores(q, k, bias, start, j, scale, softcap, PLAIN, CAPPED)
+            if EDGE == 1:
+                bits = load_bits(bits_of, j, sinks, pages, PAGE)
+                s = tl.where(is_seen(p, near, bit, j, bits, window, WINDOWED), s, float("-inf"))
+
+            # Online softmax.
+            new = tl.maximum(top, tl.max(s, 1))
+            # A row that sees nothing yet has a maximum of -inf, and -inf - -inf is NaN.
+            zero = tl.where(new == float("-inf"), 0.0, new)
+            w = raise_to_weights(s, zero[:, None], nats, PLAIN)
+            shrink = raise_to_weights(top, zero, nats, PLAIN)
+            weight = weight * shrink + tl.sum(w, 1)
+            top = new
+
+            # Accumulate.
+            v = load_rows(values, start, j, width_v, DV, DV < BDV, EDGE == 1)
+            total = total * shrink[:, None] + multiply_tiles(w.to(v.dtype), v)
+
+    place = (b * heads + h).to(tl.int64) * n + i
+    if PARTS > 1:
+        place += part * row_step.to(tl.int64)
+        tl.store(SUM + place, weight, mask=inside)
+    else:
+        total *= tl.where(weight > 0, 1 / weight, 0.0)[:, None]
+    store_sums(LSE, place, row_step, top * nats, weight, inside, PARTS == 1, False)
+    out = OUT + place[:, None] * DV + width_v[None, :]
+    tl.store(out, total.to(OUT.dtype.element_ty), mask=inside[:, None] & (width_v[None, :] < DV))
+
+
+@triton.jit
+def compute_slopes(
+    q,
+    k,
+    v,
+    grad,
+    top,
+    share,
+    delta,
+    seen,
+    bias,
+    start,
+    j,
+    scale,
+    softcap,
+    PLAIN: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Return the weights of a tile and the gradients of its dot products, both [BM, BN].
+
+    Args:
+        q, k, v: [BM, BD], [BN, BD] and [BN, BDV].
+        grad: Gradient of the output, [BM, BDV].
+        top, share: Both halves of LSE, [BM].
+        delta: Sum of gradient times output of each row, [BM].
+        seen: Bool [BM, BN], the visible pairs.
+        bias, start, j, scale, softcap, PLAIN, CAPPED: As for `compute_scores`.
+    """
+    s, slope = compute_scores(q, k, bias, start, j, scale, softcap, PLAIN, CAPPED)
+    # LSE is in nats; rows that see nothing have a top of +inf, and weights of 0.
+    nats = scale if PLAIN else 1.0
+    s = tl.where(seen, s * nats, float("-inf"))
+    w = tl.exp2((s - top[:, None]) * LOG2E) * share[:, None]
+    d_w = multiply_tiles(grad, tl.trans(v))
+    return w, w * (d_w - delta[:, None]) * slope * scale
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def listed_backward_query(
+    Q,
+    K,
+    V,
+    GRAD,
+    TABLES,
+    RULES,
+    SPANS,
+    BIAS,
+    LSE,
+    DELTA,
+    D_Q,
+    batch,
+    heads,
+    members,
+    n,
+    m,
+    pages,
+    blocks,
+    first_block,
+    row_step,
+    offset,
+    window,
+    scale,
+    softcap,
+    PLAIN: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Compute the gradients of the queries of some blocks.
+
+    Args:
+        GRAD: (pointer, strides) of the gradient of the output, [B, H, N, DV].
+        LSE: Float32 [2, B, H, N], from `listed_forward`.
+        DELTA: Float32 [B, H, N]; see `compute_slopes`.
+        D_Q: Written, [B, H, N, D].
+
+    The other arguments are as for `listed_forward`.
+    """
+    number = tl.program_id(0)
+    block = blocks - 1 - number % blocks
+    member = number // blocks % members
+    b = number // (blocks * members)
+    rule = read_rule(RULES, member)
+    h, sinks = rule[0], rule[2]
+    start, stop = tl.load(SPANS + b), tl.load(SPANS + batch + b)
+    base, first, last = locate_block(block + first_block, start, offset, n, BM)
+    if last < first:
+        return
+    p, near, bit, inside = place_queries(base, first, last, rule, BM)
+    i = p + start - offset
+
+    width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
+    queries, grads = locate_head(Q, b, h), locate_head(GRAD, b, h)
+    q = load_vectors(queries, i[:, None], width[None, :], n, D, D < BD, True)
+    grad = load_vectors(grads, i[:, None], width_v[None, :], n, DV, DV < BDV, True)
+    keys, values = locate_head(K, b, h // GROUP), locate_head(V, b, h // GROUP)
+    bias = locate_bias(BIAS, b, h)
+    place = (b * heads + h).to(tl.int64) * n + i
+    top, share = tl.load(LSE + place), tl.load(LSE + row_step.to(tl.int64) + place)
+    delta = tl.load(DELTA + place)
+    table = ((b * members + member) * blocks + block).to(tl.int64)
+    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages
+    entries = tl.load(TABLES[2] + table * 2 + 1)
+    begin, end, _, _ = find_near_range(first, last, rule, stop - start, window, WINDOWED, PAGE)
+
+    tiles = tl.cdiv(entries, BN // PAGE)
+    total = tl.zeros([BM, BD], tl.float32)
+    for t in range(0, tiles + tl.cdiv(tl.maximum(end - begin, 0), BN)):
+        j = place_keys(t, listed, 0, entries, tiles, begin + (t - tiles) * BN, end, True, PAGE, BN)
+        k = load_rows(keys, start, j, width, D, D < BD, True)
+        v = load_rows(values, start, j, width_v, DV, DV < BDV, True)
+        bits = load_bits(bits_of, j, sinks, pages, PAGE)
+        seen = is_seen(p, near, bit, j, bits, window, WINDOWED)
+        _, slopes = compute_slopes(
+            q, k, v, grad, top, share, delta, seen, bias, start, j, scale, softcap, PLAIN, CAPPED
+        )
+        total += multiply_tiles(slopes.to(k.dtype), k)
+    out = D_Q + place[:, None] * D + width[None, :]
+    mask = inside[:, None] & (width[None, :] < D)
+    tl.store(out, total.to(D_Q.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def listed_backward_key(
+    Q,
+    K,
+    V,
+    GRAD,
+    TABLES,
+    READERS,
+    RULES,
+    SPANS,
+    BIAS,
+    LSE,
+    DELTA,
+    D_K,
+    D_V,
+    batch,
+    heads,
+    members,
+    n,
+    m,
+    pages,
+    blocks,
+    first_block,
+    row_step,
+    offset,
+    window,
+    scale,
+    softcap,
+    PLAIN: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Add the gradients of a tile of BN keys and values from the queries of some blocks.
+
+    Args:
+        READERS: Pointers to the blocks that read each tile of keys, int32 [B, members, tiles,
+            blocks], and to their number, int32 [B, members, tiles].
+        D_K, D_V: Float32 [B, H, M, D] and [B, H, M, DV]. The kernel adds to them; launches for
+            other blocks follow one another, so sums do not change from run to run.
+
+    The other arguments are as for `listed_backward_query`.
+    """
+    tiles = tl.cdiv(m, BN)
+    number = tl.program_id(0)
+    tile = number % tiles
+    member = number // tiles % members
+    b = number // (tiles * members)
+    rule = read_rule(RULES, member)
+    h, sinks = rule[0], rule[2]
+    start, stop = tl.load(SPANS + b), tl.load(SPANS + batch + b)
+    j = tile * BN + tl.arange(0, BN)
+    j = tl.where(j < stop - start, j, FAR)
+
+    width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
+    queries, grads = locate_head(Q, b, h), locate_head(GRAD, b, h)
+    keys, values = locate_head(K, b, h // GROUP), locate_head(V, b, h // GROUP)
+    bias = locate_bias(BIAS, b, h)
+    k = load_rows(keys, start, j, width, D, D < BD, True)
+    v = load_rows(values, start, j, width_v, DV, DV < BDV, True)
+    d_k, d_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
+    member_of = (b * members + member).to(tl.int64)
+    readers = READERS[0] + (member_of * tiles + tile) * blocks
+    for x in range(0, tl.load(READERS[1] + member_of * tiles + tile)):
+        # Load: the queries of one block that sees some key of this tile.
+        block = tl.load(readers + x)
+        base, first, last = locate_block(block + first_block, start, offset, n, BM)
+        p, near, bit, inside = place_queries(base, first, last, rule, BM)
+        i = p + start - offset
+        q = load_vectors(queries, i[:, None], width[None, :], n, D, D < BD, True)
+        grad = load_vectors(grads, i[:, None], width_v[None, :], n, DV, DV < BDV, True)
+        place = (b * heads + h).to(tl.int64) * n + i
+        top, share = tl.load(LSE + place), tl.load(LSE + row_step.to(tl.int64) + place)
+        delta = tl.load(DELTA + place)
+
+        # Scores and slopes.
+        bits_of = TABLES[0] + (member_of * blocks + block) * pages
+        bits = load_bits(bits_of, j, sinks, pages, PAGE)
+        seen = is_seen(p, near, bit, j, bits, window, WINDOWED) & inside[:, None]
+        w, slopes = compute_slopes(
+            q, k, v, grad, top, share, delta, seen, bias, start, j, scale, softcap, PLAIN, CAPPED
+        )
+
+        # Accumulate.
+        d_k += multiply_tiles(tl.trans(slopes.to(q.dtype)), q)
+        d_v += multiply_tiles(tl.trans(w.to(grad.dtype)), grad)
+
+    # Add to the sums of earlier launches.
+    line = (b * heads + h).to(tl.int64) * m + start + j
+    there = (j < FAR)[:, None]
+    mask = there & (width[None, :] < D)
+    out = D_K + line[:, None] * D + width[None, :]
+    tl.store(out, d_k + tl.load(out, mask=mask, other=0.0), mask=mask)
+    mask = there & (width_v[None, :] < DV)
+    out = D_V + line[:, None] * DV + width_v[None, :]
+    tl.store(out, d_v + tl.load(out, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def write_lists(
+    TABLES,
+    RULES,
+    SPANS,
+    batch,
+    members,
+    n,
+    pages,
+    blocks,
+    first_block,
+    offset,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the list of pages of each block, from its bits.
+
+    Pages that all queries of the block see as a whole come first, then all others that some query
+    sees. Both are in ascending order. Near pages are not listed.
+
+    Args:
+        TABLES: See `tables.Tables`. The bits are read; pages and counts are written.
+        WIDTH: Pages that are read at a time.
+
+    The other arguments are as for `listed_forward`.
+    """
+    number = tl.program_id(0)
+    block = number % blocks
+    member = number // blocks % members
+    b = number // (blocks * members)
+    rule = read_rule(RULES, member)
+    _, near, sinks, chunk, step = rule
+    start, stop = tl.load(SPANS + b), tl.load(SPANS + batch + b)
+    base, first, last = locate_block(block + first_block, start, offset, n, BM)
+    table = number.to(tl.int64)
+    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages
+    # The pages before the near ones. A last page that is not complete is never listed.
+    end = tl.minimum(find_near(first, near, chunk, step) // PAGE, (stop - start) // PAGE)
+    if last < first:
+        end = 0
+    # The bits of the chunks that have queries in the block.
+    low, high = first // chunk - base // chunk, last // chunk - base // chunk
+    every = tl.where(high >= 31, -1, (1 << (tl.minimum(high, 30) + 1)) - 1) & (-1 << low)
+    count = 0
+    for EDGE in tl.static_range(2):
+        for at in range(0, end, WIDTH):
+            page = at + tl.arange(0, WIDTH)
+            bits = tl.load(bits_of + page, mask=page < end, other=0)
+            whole = (bits & every) == every
+            if EDGE == 0:
+                found = whole
+            else:
+                found = ((bits != 0) | (page * PAGE < sinks)) & (whole == 0)
+            found = (found & (page < end)).to(tl.int32)
+            tl.store(listed + count + tl.cumsum(found, 0) - 1, page, mask=found != 0)
+            count += tl.sum(found, 0)
+        tl.store(TABLES[2] + table * 2 + EDGE, count)
