@@ -156,10 +156,10 @@ def find_near_range(first, last, rule, stop, window, WINDOWED: tl.constexpr, PAG
         clean_end: End of the positions that no query of the block is before.
     """
     _, near, _, chunk, step = rule
-    begin = find_near(first, near, chunk, step) // PAGE * PAGE
+    # Tables have no page that is not complete. For padding behind the text it counts as near.
+    begin = tl.minimum(find_near(first, near, chunk, step) // PAGE, stop // PAGE) * PAGE
     clean = find_near(last, near, chunk, step)
     if WINDOWED:
-        # Chosen pages lie inside the window of all queries of their chunk, so none is cut off.
         begin = tl.maximum(begin, first - window + 1)
         clean = tl.maximum(clean, last - window + 1)
     end = tl.minimum(last + 1, stop)
@@ -373,9 +373,10 @@ def listed_forward(
         first, last, rule, stop - start, window, WINDOWED, PAGE
     )
 
-    # Listed tiles that are clean: full tiles of pages that all queries see.
+    # Listed tiles that are clean: full tiles of pages that all queries see. A window may hide some
+    # of their keys from the last queries.
     PER: tl.constexpr = BN // PAGE
-    listed_clean = whole // PER if BN % PAGE == 0 else 0
+    listed_clean = whole // PER if BN % PAGE == 0 and not WINDOWED else 0
     listed_edge = tl.cdiv(entries - listed_clean * PER, PER)
     # Near tiles: edges before the clean ones, clean ones, edges after them.
     near_tiles = tl.cdiv(tl.maximum(end - begin, 0), BN)

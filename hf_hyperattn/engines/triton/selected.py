@@ -248,6 +248,6 @@ def compute_gradients(
 
 #: Attention on a GPU, as a function and as an operator.
 kernel = SelectedKernel(
-    "hf_hyperattn::triton_selected", compute_attention, compute_gradients, None, "triton"
+    "hf_hyperattn::triton_selected", compute_attention, compute_gradients, None, "triton", COLUMNS
 )
 selected_attention = kernel.attend

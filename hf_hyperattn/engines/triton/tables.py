@@ -254,6 +254,8 @@ def find_readers(
     first = base.maximum(begin)
     last = (base + group.rows).minimum(queries + offset - spans[0].long()[:, None, None, None]) - 1
     near_begin = (first // chunk * chunk - near + 1).clamp_min(0) // step * step
+    lengths = (spans[1] - spans[0]).long()[:, None, None, None]
+    near_begin = near_begin.minimum(lengths // group.page * group.page)
     tile = torch.arange(tiles, device=device) * COLUMNS
     is_read = (reads > 0) | (tile < sinks) | (tile + COLUMNS > near_begin)
     is_read = (is_read & (tile <= last) & (last >= first)).transpose(2, 3)
