@@ -37,9 +37,15 @@ def attend(device, q, k, v, rules, chosen, spans, **settings):
     ).cpu()
 
 
+def mostly_slow(*fast):
+    """All shapes; those that are not named take too long in the interpreter for every run."""
+    names = [name if name in fast else pytest.param(name, marks=slow) for name in SHAPES]
+    return pytest.mark.parametrize("name", names)
+
+
 @devices
 @pytest.mark.parametrize("alike", [False, True], ids=["", "alike"])
-@pytest.mark.parametrize("name", SHAPES)
+@mostly_slow("padded", "three queries")
 def test_forward_is_the_definition(device, name, alike):
     q, k, v, rules, chosen, offset, spans = inputs(name, MORE_RULES, 2, alike, alike)
     out = attend(device, q, k, v, rules, chosen, spans, offset=offset)
@@ -48,7 +54,7 @@ def test_forward_is_the_definition(device, name, alike):
 
 
 @devices
-@pytest.mark.parametrize("name", ["square", "later", "padded", "short padded cache"])
+@mostly_slow("short padded cache")
 def test_gradient_is_that_of_the_definition(device, name):
     *tensors, rules, chosen, offset, spans = inputs(name, MORE_RULES)
     q, k, v = (t.requires_grad_() for t in tensors)
@@ -82,6 +88,7 @@ def test_half_precision(device, dtype):
 
 
 @devices
+@slow
 def test_small_tables_change_nothing(device, monkeypatch):
     """Long texts are computed in several launches; the sums of keys' gradients go on from one to the next."""
     from hf_hyperattn.engines.triton import selected
@@ -122,3 +129,52 @@ def test_any_rules_at_any_place(device, seed):
     wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
     for g, e in zip(got, wanted, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
+
+
+@devices
+def test_sparse_rules_take_the_kernel(device, monkeypatch):
+    """By name of the engine on a CPU, by themselves on a GPU; nothing of them runs under a mask."""
+    from hf_hyperattn.functional import sparse_attention
+    from hf_hyperattn.mechanisms.sparse import compiled, functional
+    from hf_hyperattn.rules import Pages, Window
+
+    def fail(*arguments, **named):
+        raise AssertionError("a mask of all pairs")
+
+    rules = (
+        Pages(near=9, sinks=3, page=4, top=3, summary="mean", query="previous", chunk=16),
+        Pages(near=5, sinks=1, page=1, top=7, query="first", chunk=8, channels=0.5),
+        Window(near=12, sinks=2),
+        Pages(near=20, page=16, top=2),
+    )
+    q, k, v = (torch.randn(2, heads, 150, 32, device=device) for heads in (4, 2, 2))
+    real = torch.ones(2, 1, 1, 150, dtype=torch.bool, device=device)
+    real[0, ..., :31] = False
+    real[1, ..., 140:] = False
+    mask = real & torch.ones(150, 150, dtype=torch.bool, device=device).tril()
+    expected = sparse_attention(
+        q, k, v, rules=rules, attn_mask=mask, is_causal=True, enable_gqa=True, backend="reference"
+    )
+    monkeypatch.setattr(functional, "mask_by_rules", fail)
+    monkeypatch.setattr(compiled, "attend_by_masks", fail)
+    backend = "auto" if device == "cuda" else "triton"
+    out = sparse_attention(
+        q, k, v, rules=rules, attn_mask=mask, is_causal=True, enable_gqa=True, backend=backend
+    )
+    # Padded queries have no place in a text.
+    seen = real[:, 0, 0][:, None, :, None]
+    torch.testing.assert_close(out * seen, expected * seen, rtol=1e-5, atol=1e-5)
+
+
+@devices
+def test_pages_that_no_tile_holds_run_under_a_mask(device):
+    from hf_hyperattn.functional import sparse_attention
+    from hf_hyperattn.rules import Pages, Window
+
+    rules = (Pages(page=80, top=1, near=3), Window(near=4))
+    q, k, v = (torch.randn(1, 2, 200, 16, device=device) for _ in "qkv")
+    found = [
+        sparse_attention(q, k, v, rules=rules, is_causal=True, backend=backend)
+        for backend in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

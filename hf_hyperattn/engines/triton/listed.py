@@ -17,17 +17,18 @@ from .arithmetic import LOG2E, tanh
 from .forward import store_sums
 from .tile import load_vectors, locate_head, multiply_tiles
 
-# A *block* is BM queries at neighbouring positions; blocks begin at multiples of BM. The keys of a
-# block come from two places:
+# A *block* is BM queries at neighbouring positions; blocks begin at multiples of BM. A tile has BN
+# keys. The keys of a block come from three kinds of tiles, each with a loop of its own:
 #
-#   listed   pages of PAGE keys that some query of the block has chosen, or that hold the first
-#            keys of the text. First the pages that all queries see as a whole, then the others.
-#   near     all keys from the page on that is near the first query.
+#   clean    Keys that all queries of the block see, without a mask: listed pages that all of them
+#            have chosen, and the middle of the near keys.
+#   chosen   Listed pages that some queries have chosen. Query r sees key j if the bits of j's page
+#            have the bit of r's chunk.
+#   edge     The first keys of the text, and both ends of the near keys. Query r sees key j if
+#            (it is chosen, or j >= near of r, or j < sinks) and j <= r.
 #
-# One tile has BN keys: BN // PAGE listed pages, or BN near keys. A clean tile is seen by all
-# queries of the block and needs no mask. In other tiles, query r sees key j if
-#
-#   (bits of the page of j has the bit of r's chunk, or j >= near of r, or j < sinks) and j <= r.
+# Near keys are all keys from the page on that is near the first query. A tile of listed pages has
+# BN // PAGE of them.
 #
 #   name    shape    content
 #   p       [BM]     int32, position of each query in its text: the first real key is 0
@@ -131,8 +132,17 @@ def load_bits(BITS, j, sinks, pages, PAGE: tl.constexpr):
 
 
 @triton.jit
+def is_chosen(p, bit, j, bits, window, WINDOWED: tl.constexpr):
+    """Return the visible pairs of a chosen tile, bool [BM, BN]; arguments as in the table above."""
+    seen = (bits[None, :] & bit[:, None]) != 0
+    if WINDOWED:
+        seen = seen & (j[None, :] > p[:, None] - window)
+    return seen
+
+
+@triton.jit
 def is_seen(p, near, bit, j, bits, window, WINDOWED: tl.constexpr):
-    """Return the pairs that are visible, bool [BM, BN]; arguments as in the table at the top."""
+    """Return the visible pairs of any tile, bool [BM, BN]; arguments as in the table above."""
     seen = ((bits[None, :] & bit[:, None]) != 0) | (j[None, :] >= near[:, None])
     seen = seen & (j[None, :] <= p[:, None])
     if WINDOWED:
@@ -167,41 +177,56 @@ def find_near_range(first, last, rule, stop, window, WINDOWED: tl.constexpr, PAG
 
 
 @triton.jit
-def place_keys(
-    t,
-    LIST,
-    entry,
-    entries,
-    tiles,
-    near,
-    end,
-    EDGE: tl.constexpr,
-    PAGE: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Return the positions of the keys of a tile, int32 [BN].
+def find_first_range(sinks, begin, PAGE: tl.constexpr):
+    """Return the end of the pages that hold the first keys; near keys begin at `begin`."""
+    return tl.minimum(tl.cdiv(sinks, PAGE) * PAGE, begin)
+
+
+@triton.jit
+def place_clean(LIST, entry, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Return the positions of the keys of a full tile of listed pages, int32 [BN].
 
     Args:
-        t: Number of the tile; the first `tiles` tiles are listed.
-        LIST: Pointer to the pages of the block.
-        entry: First entry of tile 0 in the list.
-        entries: End of the entries.
-        near: Position of the first key of the tile, if it is not listed.
-        end: End of the near keys.
-        EDGE: Whether the tile may have slots without a key.
+        LIST: Pointer to the list of the block; see `tables.Tables`.
+        entry: Index of the first page of the tile.
     """
     slot = tl.arange(0, BN)
-    PER: tl.constexpr = BN // PAGE
-    is_listed = t < tiles
-    at = entry + t * PER + slot // PAGE
-    is_there = is_listed & (at < entries)
-    if BN % PAGE != 0:
-        is_there = is_there & (slot < PER * PAGE)
-    page = tl.load(LIST + at, mask=is_there, other=0)
-    j = tl.where(is_listed, page * PAGE + slot % PAGE, near + slot)
-    if EDGE:
-        j = tl.where(is_there | ((t >= tiles) & (j < end)), j, FAR)
-    return j
+    return tl.load(LIST + 2 * (entry + slot // PAGE)) * PAGE + slot % PAGE
+
+
+@triton.jit
+def place_chosen(LIST, entry, entries, spare, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Return the positions and the bits of the keys of a tile of listed pages, int32 [BN].
+
+    Args:
+        LIST, entry: As in `place_clean`.
+        entries: Number of listed pages.
+        spare: Position for slots without a key, which have no bits.
+    """
+    # As one tile of two columns: see `tile.load_records`.
+    slot = tl.arange(0, BN)[:, None]
+    place = tl.arange(0, 2)[None, :]
+    at = entry + slot // PAGE
+    is_there = (at < entries) & (slot < BN // PAGE * PAGE)
+    # Pages become positions before the columns part, when each thread has one number.
+    record = tl.load(LIST + 2 * at + place, mask=is_there, other=0)
+    record = tl.where(place == 0, record * PAGE + slot % PAGE, record)
+    record = tl.where(is_there | (place == 1), record, spare)
+    return tl.split(record)
+
+
+@triton.jit
+def place_edge(t, first_tiles, first_end, begin, end, BN: tl.constexpr):
+    """Return the positions of the keys of an edge tile, int32 [BN].
+
+    Args:
+        t: Number of the tile: the first keys of the text come first, then the near keys.
+        first_tiles, first_end: Number of tiles of first keys, and their end.
+        begin, end: Range of the near keys.
+    """
+    is_first = t < first_tiles
+    j = tl.where(is_first, t * BN, begin + (t - first_tiles) * BN) + tl.arange(0, BN)
+    return tl.where(j < tl.where(is_first, first_end, end), j, FAR)
 
 
 @triton.jit
@@ -218,7 +243,17 @@ def load_rows(
         WIDTH, PADDED: As for `tile.load_vectors`.
         EDGE: Whether there may be slots without a key.
     """
-    return load_vectors(vectors, (start + j)[:, None], width[None, :], FAR, WIDTH, PADDED, not EDGE)
+    # int32: each thread computes the places of several scattered rows, and the host makes sure that
+    # a head ends below 2^31.
+    pointers = vectors[0] + ((start + j) * vectors[1])[:, None] + width[None, :]
+    if EDGE and PADDED:
+        return tl.load(pointers, mask=(j < FAR)[:, None] & (width < WIDTH)[None, :], other=0.0)
+    elif EDGE:
+        return tl.load(pointers, mask=(j < FAR)[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(pointers, mask=(width < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
@@ -367,21 +402,21 @@ def listed_forward(
     keys, values = locate_head(K, b, h // GROUP), locate_head(V, b, h // GROUP)
     bias = locate_bias(BIAS, b, h)
     table = ((b * members + member) * blocks + block).to(tl.int64)
-    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages
+    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages * 2
     whole, entries = tl.load(TABLES[2] + table * 2), tl.load(TABLES[2] + table * 2 + 1)
     begin, end, clean, clean_end = find_near_range(
         first, last, rule, stop - start, window, WINDOWED, PAGE
     )
-
-    # Listed tiles that are clean: full tiles of pages that all queries see. A window may hide some
-    # of their keys from the last queries.
+    # Clean tiles: full tiles of pages that all queries see, and the middle of the near keys. A
+    # window may hide some of the pages from the last queries.
     PER: tl.constexpr = BN // PAGE
     listed_clean = whole // PER if BN % PAGE == 0 and not WINDOWED else 0
-    listed_edge = tl.cdiv(entries - listed_clean * PER, PER)
-    # Near tiles: edges before the clean ones, clean ones, edges after them.
     near_tiles = tl.cdiv(tl.maximum(end - begin, 0), BN)
     left = tl.minimum(tl.cdiv(tl.maximum(clean - begin, 0), BN), near_tiles)
-    right = tl.maximum((clean_end - begin) // BN, left)
+    near_clean = tl.maximum((clean_end - begin) // BN - left, 0)
+    # Edges: the tiles of first keys, and the near tiles that are not clean.
+    first_end = find_first_range(sinks, begin, PAGE)
+    first_tiles = tl.cdiv(first_end, BN)
 
     nats = scale if PLAIN else 1.0
     total = tl.zeros([BM, BDV], tl.float32)
@@ -392,43 +427,51 @@ def listed_forward(
         if part == 0:
             top = tl.zeros([BM], tl.float32) + tl.load(SINKS + h) / nats
             weight += 1.0
-    for EDGE in tl.static_range(2):
-        tiles = listed_clean if EDGE == 0 else listed_edge
-        near_count = right - left if EDGE == 0 else near_tiles - (right - left)
-        low, high = take_share(tiles + near_count, part, PARTS)
+    # Slots without a key read a real key, which is hidden from them.
+    spare = tl.minimum(first, stop - start - 1)
+    # KIND 0: clean, 1: chosen, 2: edge.
+    for KIND in tl.static_range(3):
+        if KIND == 0:
+            tiles = listed_clean + near_clean
+        elif KIND == 1:
+            tiles = tl.cdiv(entries - listed_clean * PER, PER)
+        else:
+            tiles = first_tiles + near_tiles - near_clean
+        low, high = take_share(tiles, part, PARTS)
         for t in range(low, high):
-            # Load: keys by their places in the list, or near keys.
-            x = t - tiles
-            x = x + left if EDGE == 0 else tl.where(x < left, x, x - left + right)
-            j = place_keys(
-                t,
-                listed,
-                0 if EDGE == 0 else listed_clean * PER,
-                entries,
-                tiles,
-                begin + x * BN,
-                end,
-                EDGE == 1,
-                PAGE,
-                BN,
-            )
-            k = load_rows(keys, start, j, width, D, D < BD, EDGE == 1)
+            # Load: keys by their places in the list, or neighbouring keys.
+            if KIND == 0:
+                near_j = begin + (t - listed_clean + left) * BN + tl.arange(0, BN)
+                # Where the tile is near, the list is read at its first place, which exists.
+                at = tl.minimum(t, tl.maximum(listed_clean - 1, 0)) * PER
+                j = tl.where(t < listed_clean, place_clean(listed, at, PAGE, BN), near_j)
+            elif KIND == 1:
+                entry = (listed_clean + t) * PER
+                j, bits = place_chosen(listed, entry, entries, spare, PAGE, BN)
+            else:
+                # Near tiles after the left edge come behind the clean ones.
+                skipped = tl.where(t - first_tiles < left, 0, near_clean)
+                j = place_edge(t, first_tiles, first_end, begin + skipped * BN, end, BN)
+            k = load_rows(keys, start, j, width, D, D < BD, KIND == 2)
             s, _ = compute_scores(q, k, bias, start, j, scale, softcap, PLAIN, CAPPED)
-            if EDGE == 1:
+            if KIND == 1:
+                seen = is_chosen(p, bit, j, bits, window, WINDOWED)
+                s = tl.where(seen, s, float("-inf"))
+            elif KIND == 2:
                 bits = load_bits(bits_of, j, sinks, pages, PAGE)
                 s = tl.where(is_seen(p, near, bit, j, bits, window, WINDOWED), s, float("-inf"))
 
             # Online softmax.
             new = tl.maximum(top, tl.max(s, 1))
             # A row that sees nothing yet has a maximum of -inf, and -inf - -inf is NaN.
-            zero = tl.where(new == float("-inf"), 0.0, new)
+            zero = tl.where(new == float("-inf"), 0.0, new) if KIND > 0 else new
             w = raise_to_weights(s, zero[:, None], nats, PLAIN)
             shrink = raise_to_weights(top, zero, nats, PLAIN)
             weight = weight * shrink + tl.sum(w, 1)
             top = new
 
             # Accumulate.
-            v = load_rows(values, start, j, width_v, DV, DV < BDV, EDGE == 1)
+            v = load_rows(values, start, j, width_v, DV, DV < BDV, KIND == 2)
             total = total * shrink[:, None] + multiply_tiles(w.to(v.dtype), v)
 
     place = (b * heads + h).to(tl.int64) * n + i
@@ -550,22 +593,55 @@ def listed_backward_query(
     top, share = tl.load(LSE + place), tl.load(LSE + row_step.to(tl.int64) + place)
     delta = tl.load(DELTA + place)
     table = ((b * members + member) * blocks + block).to(tl.int64)
-    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages
+    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages * 2
     entries = tl.load(TABLES[2] + table * 2 + 1)
     begin, end, _, _ = find_near_range(first, last, rule, stop - start, window, WINDOWED, PAGE)
 
-    tiles = tl.cdiv(entries, BN // PAGE)
+    first_end = find_first_range(sinks, begin, PAGE)
+    first_tiles = tl.cdiv(first_end, BN)
+    spare = tl.minimum(first, stop - start - 1)
     total = tl.zeros([BM, BD], tl.float32)
-    for t in range(0, tiles + tl.cdiv(tl.maximum(end - begin, 0), BN)):
-        j = place_keys(t, listed, 0, entries, tiles, begin + (t - tiles) * BN, end, True, PAGE, BN)
-        k = load_rows(keys, start, j, width, D, D < BD, True)
-        v = load_rows(values, start, j, width_v, DV, DV < BDV, True)
-        bits = load_bits(bits_of, j, sinks, pages, PAGE)
-        seen = is_seen(p, near, bit, j, bits, window, WINDOWED)
-        _, slopes = compute_slopes(
-            q, k, v, grad, top, share, delta, seen, bias, start, j, scale, softcap, PLAIN, CAPPED
-        )
-        total += multiply_tiles(slopes.to(k.dtype), k)
+    # KIND 1: all listed pages, 2: all first and near keys.
+    for KIND in tl.static_range(1, 3):
+        if KIND == 1:
+            tiles = tl.cdiv(entries, BN // PAGE)
+        else:
+            tiles = first_tiles + tl.cdiv(tl.maximum(end - begin, 0), BN)
+        for t in range(0, tiles):
+            # Load: keys and values.
+            if KIND == 1:
+                j, bits = place_chosen(listed, t * (BN // PAGE), entries, spare, PAGE, BN)
+            else:
+                j = place_edge(t, first_tiles, first_end, begin, end, BN)
+                bits = load_bits(bits_of, j, sinks, pages, PAGE)
+            k = load_rows(keys, start, j, width, D, D < BD, KIND == 2)
+            v = load_rows(values, start, j, width_v, DV, DV < BDV, KIND == 2)
+
+            # Scores and slopes.
+            if KIND == 1:
+                seen = is_chosen(p, bit, j, bits, window, WINDOWED)
+            else:
+                seen = is_seen(p, near, bit, j, bits, window, WINDOWED)
+            slopes = compute_slopes(
+                q,
+                k,
+                v,
+                grad,
+                top,
+                share,
+                delta,
+                seen,
+                bias,
+                start,
+                j,
+                scale,
+                softcap,
+                PLAIN,
+                CAPPED,
+            )[1]
+
+            # Accumulate.
+            total += multiply_tiles(slopes.to(k.dtype), k)
     out = D_Q + place[:, None] * D + width[None, :]
     mask = inside[:, None] & (width[None, :] < D)
     tl.store(out, total.to(D_Q.dtype.element_ty), mask=mask)
@@ -694,8 +770,9 @@ def write_lists(
 ):
     """Write the list of pages of each block, from its bits.
 
-    Pages that all queries of the block see as a whole come first, then all others that some query
-    sees. Both are in ascending order. Near pages are not listed.
+    Pages that all queries of the block have chosen come first, then all others that some query has
+    chosen. Both are in ascending order. Near pages and those that hold the first keys are not
+    listed.
 
     Args:
         TABLES: See `tables.Tables`. The bits are read; pages and counts are written.
@@ -712,7 +789,7 @@ def write_lists(
     start, stop = tl.load(SPANS + b), tl.load(SPANS + batch + b)
     base, first, last = locate_block(block + first_block, start, offset, n, BM)
     table = number.to(tl.int64)
-    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages
+    bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages * 2
     # The pages before the near ones. A last page that is not complete is never listed.
     end = tl.minimum(find_near(first, near, chunk, step) // PAGE, (stop - start) // PAGE)
     if last < first:
@@ -722,15 +799,14 @@ def write_lists(
     every = tl.where(high >= 31, -1, (1 << (tl.minimum(high, 30) + 1)) - 1) & (-1 << low)
     count = 0
     for EDGE in tl.static_range(2):
-        for at in range(0, end, WIDTH):
+        for at in range(tl.cdiv(sinks, PAGE), end, WIDTH):
             page = at + tl.arange(0, WIDTH)
             bits = tl.load(bits_of + page, mask=page < end, other=0)
             whole = (bits & every) == every
-            if EDGE == 0:
-                found = whole
-            else:
-                found = ((bits != 0) | (page * PAGE < sinks)) & (whole == 0)
+            found = whole if EDGE == 0 else (bits != 0) & (whole == 0)
             found = (found & (page < end)).to(tl.int32)
-            tl.store(listed + count + tl.cumsum(found, 0) - 1, page, mask=found != 0)
+            entry = listed + 2 * (count + tl.cumsum(found, 0) - 1)
+            tl.store(entry, page, mask=found != 0)
+            tl.store(entry + 1, bits, mask=found != 0)
             count += tl.sum(found, 0)
         tl.store(TABLES[2] + table * 2 + EDGE, count)

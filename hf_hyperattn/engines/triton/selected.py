@@ -60,7 +60,8 @@ class ListedCall:
         sinks: Tensor | None,
         bias: Tensor | None,
     ):
-        self.query, self.key, self.value = (make_rows_dense(t) for t in (query, key, value))
+        self.query = make_rows_dense(query)
+        self.key, self.value = (make_heads_compact(t) for t in (key, value))
         self.batch, self.heads, self.n, self.d = query.shape
         self.kv_heads, self.m = key.shape[1:3]
         self.dv = value.shape[-1]
@@ -135,6 +136,12 @@ class ListedCall:
                         **choose_options(max(pad_width(self.d), pad_width(self.dv)), self.query),
                     },
                 )
+
+
+def make_heads_compact(t: Tensor) -> Tensor:
+    """Return keys or values whose heads end below 2^31 numbers: `load_rows` counts in int32."""
+    t = make_rows_dense(t)
+    return t if t.shape[2] * t.stride(2) < 2**31 else t.contiguous()
 
 
 def choose_options(width: int, like: Tensor) -> dict[str, int]:

@@ -61,7 +61,8 @@ class Tables:
         blocks: Number of blocks.
         bits: int32 [B, members, blocks, pages]. Bit u of a page says whether chunk u of the block
             has chosen it.
-        listed: int32, same shape: pages in the order in which the kernel reads them.
+        listed: int32 [B, members, blocks, pages, 2]: pages in the order in which the kernel reads
+            them, each with its bits.
         counts: int32 [B, members, blocks, 2]: number of pages that all queries of the block see as
             a whole, and number of all listed pages.
     """
@@ -146,12 +147,12 @@ def split_blocks(
     pages = max(1, keys // group.page)
     # The first real query may be the last of its block.
     blocks = (queries + group.rows - 2) // group.rows + 1
-    of_block = 8 * batch * members * pages
+    of_block = 12 * batch * members * pages
     step = max(1, min(blocks, most_bytes // of_block))
     for first in range(0, blocks, step):
         count = min(step, blocks - first)
         bits = mark_pages(group, chosen, starts, offset, first, count, pages)
-        listed = torch.empty_like(bits)
+        listed = bits.new_empty(*bits.shape, 2)
         counts = bits.new_empty(*bits.shape[:3], 2)
         write_lists[(batch * members * count,)](
             TABLES=(bits, listed, counts),
