@@ -32,8 +32,9 @@ from .rules import Exact, SparseRule, Window
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is added by Transformers
 #: A window of this many tokens covers every text.
 EVERYTHING = 2**40
-#: Numbers of keys that rules which choose in torch see at a time.
-MOST_NUMBERS = 2**24
+#: Numbers of keys that rules which choose in torch see at a time: in a prompt, and in decoding, where
+#: a few heads at a time would take longer than the choice itself.
+MOST_NUMBERS, MOST_DECODED = 2**22, 2**26
 #: For each row of the batch: the first real key, and the index after the last one.
 Spans = tuple[list[int], list[int]]
 
@@ -497,7 +498,8 @@ def list_pages_by_head(
             heads_of.setdefault(own, []).append(h)
     group = query.shape[1] // key.shape[1]
     # A few heads at a time: rules see float32 keys for each query head.
-    step = max(1, MOST_NUMBERS // max(1, key.numel() // key.shape[1]))
+    most = MOST_NUMBERS if query.shape[2] > 1 else MOST_DECODED
+    step = max(1, most // max(1, key.numel() // key.shape[1]))
     found: dict[int, Tensor] = {}
     # The choice of pages has no gradient.
     with torch.no_grad():
