@@ -170,8 +170,8 @@ class SelectedKernel:
         def make_fake_gradients(grad, out, lse, query, key, value, *settings):
             sinks = settings[-2]
             like = lse if sinks is None else sinks
-            vectors = (t.new_empty(t.shape) for t in (query, key, value))
-            return *vectors, like.new_empty(0 if sinks is None else sinks.shape)
+            d_query, d_key, d_value = (t.new_empty(t.shape) for t in (query, key, value))
+            return d_query, d_key, d_value, like.new_empty(0 if sinks is None else sinks.shape)
 
         def save_for_backward(ctx, inputs, output):
             *tensors, sinks, bias = (*inputs[:4], *inputs[-2:])
