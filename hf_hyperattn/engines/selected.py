@@ -174,9 +174,8 @@ class SelectedKernel:
             return d_query, d_key, d_value, like.new_empty(0 if sinks is None else sinks.shape)
 
         def save_for_backward(ctx, inputs, output):
-            *tensors, sinks, bias = (*inputs[:4], *inputs[-2:])
-            ctx.settings = inputs[4:-2]
-            ctx.save_for_backward(*output, *tensors, sinks, bias)
+            query, key, value, chosen, *ctx.settings, sinks, bias = inputs
+            ctx.save_for_backward(*output, query, key, value, chosen, sinks, bias)
 
         def pull_back(ctx, grad, _):
             *saved, sinks, bias = ctx.saved_tensors
