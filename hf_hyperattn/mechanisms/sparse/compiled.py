@@ -133,7 +133,8 @@ def attend_by_kernel(
     return out.index_copy(1, torch.tensor(rest, device=out.device), others.to(out.dtype))
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen: a frozen class takes longer to make, and decoding makes one per layer and token.
+@dataclass(eq=False)
 class KernelCall:
     """A call that a kernel computes, stretch by stretch.
 
@@ -163,6 +164,8 @@ class KernelCall:
             stretches: From `split_queries`.
             known: The kernel's rule of each head, for each stretch.
         """
+        if self.kernel.chooses_pages and len(stretches) == 1:
+            return self.attend_stretch(known[0], *stretches[0])
         inputs = self.inputs
         is_learned = torch.is_grad_enabled() and any(
             t.requires_grad for t in (inputs.raw_query, inputs.raw_key, inputs.value)
@@ -247,6 +250,8 @@ class KernelCall:
                 own = rule
             if own is not None and kernel_rules[h].page:
                 heads_of.setdefault(own, []).append(h)
+        if not heads_of:
+            return {}
         group = query.shape[1] // key.shape[1]
         # A few heads at a time: rules see float32 keys for each query head.
         most = MOST_NUMBERS if query.shape[2] > 1 else MOST_DECODED
