@@ -20,8 +20,11 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
+from hf_hyperattn.engines import Options
+from hf_hyperattn.mechanisms.hsa.config import Rule
 from hf_hyperattn.mechanisms.hsa.pairs import count_pairs
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied, pool_levels
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied
+from hf_hyperattn.mechanisms.hsa.windowed.native import pool_levels
 
 SDPA = "sdpa"
 
@@ -114,9 +117,15 @@ def decode(length: int, args) -> list[dict]:
     calls[SDPA] = lambda: torch.nn.functional.scaled_dot_product_attention(one, k, v)
     for name, setting in asked.items():
         levels = pool_levels(k, v, setting["hierarchy"])
-        counts = [setting.get(count, 0) for count in ("near", "sinks", "refine_top_k")]
-        rule = (*counts, None, None, True, length - 1, args.dim**-0.5, args.backend)
-        calls[name] = lambda levels=levels, rule=rule: attend_levels(one, levels, *rule)
+        counts = {name: setting.get(name, 0) for name in ("near", "sinks", "refine_top_k")}
+        call = (
+            levels,
+            Rule(tying="key", **counts, block_bias=None),
+            Options(is_causal=True, offset=length - 1),
+            args.dim**-0.5,
+            args.backend,
+        )
+        calls[name] = lambda call=call: attend_levels(one, *call)
     seconds = interleaved(calls, max(args.rounds, 20))
     return [row(length, "decode", name, seconds, None) for name in calls]
 

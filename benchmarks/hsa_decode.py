@@ -19,9 +19,11 @@ import torch
 from common import environment, interleaved, write_json
 from merged import merged
 
+from hf_hyperattn.engines import Options
 from hf_hyperattn.integration.attention.hierarchical_cache import HierarchicalLayer
+from hf_hyperattn.mechanisms.hsa.config import Rule
 from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows
 
 SDPA = "sdpa"
@@ -61,15 +63,15 @@ class Step:
         self.layer.update(self.key, self.value)
         store = self.layer.store
         levels = read_levels(store, self.sizes, None)
-        rule = {"near": self.args.near, "sinks": self.args.sinks, "block_bias": None}
-        asked = {"offset": store.length - 1, "scale": self.args.dim**-0.5, **rule}
-        keys = (
-            (self.layer.keys, self.layer.values)
-            if levels.held
-            else (levels.keys[0], levels.values[0])
+        rule = Rule(
+            tying="key",
+            near=self.args.near,
+            sinks=self.args.sinks,
+            refine_top_k=self.top_k,
+            block_bias=None,
         )
-        how = {"levels": levels, "is_causal": True, "refine_top_k": self.top_k}
-        return key_tied(self.query, *keys, self.sizes, **how, **asked)[0]
+        options = Options(is_causal=True, offset=store.length - 1)
+        return attend_levels(self.query, levels, rule, options, self.args.dim**-0.5, lse=False)[0]
 
     def held(self) -> float:
         """MiB of keys, values and means."""

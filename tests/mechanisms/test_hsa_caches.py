@@ -13,7 +13,7 @@ from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.evicted import attend_evicted
 from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from hyperattn_cli.shared import smollm2
 from tests.integration.models import perturb
@@ -23,11 +23,13 @@ from tests.zoo.tiny import tiny_config
 
 from .hsa_models import (
     CACHED,
+    attend_named,
     caches,
     every_cached,
     ids_of,
     padded,
     patched,
+    split_names,
     stepwise,
 )
 
@@ -366,9 +368,9 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
         query, offset = new(4, 1), cache.length - 1
         asked = rule | {"offset": offset, "scale": 0.3}
         if ways == "torch":
-            out = attend_evicted(query, levels, **asked)
+            out = attend_evicted(query, levels, *split_names(asked), 0.3)
         else:
-            out, _ = attend_levels(query, levels, is_causal=True, backend="native", **asked)
+            out, _ = attend_named(query, levels, is_causal=True, backend="native", **asked)
         exact, _ = key_tied(
             query.double(), *(t.double() for t in every), (4, 16), is_causal=True, **asked
         )

@@ -13,30 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...engines import Options
+from .config import Rule
 from .open_blocks import is_open
-from .windowed.means import Levels
+from .windowed.native import Levels
 
 
 def attend_evicted(
-    query: Tensor,
-    levels: Levels,
-    *,
-    near,
-    sinks,
-    block_bias,
-    offset: int,
-    scale: float,
-    sink_logit: Tensor | None,
+    query: Tensor, levels: Levels, rule: Rule, options: Options, scale: float
 ) -> Tensor:
-    """Compute `key_tied` with these levels, causal and without refinement.
+    """Compute `windowed.key.attend_levels`, causal and without refinement.
 
     Refinement would need scores of evicted keys.
 
     Args:
-        query: [B, H, N, d]; query i is token `offset + i` of the row.
+        query: [B, H, N, d]; query i is token `options.offset + i` of the row.
         levels: Kept tokens and means.
-        near, sinks, block_bias, scale, sink_logit: As in `key_tied`.
-        offset: Number of tokens before the first query.
+        rule, options, scale: As in `attend_levels`.
 
     Returns:
         [B, H, N, dv].
@@ -50,9 +43,10 @@ def attend_evicted(
     def by_head(x, dtype) -> Tensor:
         return torch.as_tensor(x, dtype=dtype, device=like.device).reshape(1, -1, 1, 1)
 
-    place = torch.arange(offset, offset + queries, device=like.device).view(1, 1, -1, 1) - starts
-    near, sinks = by_head(near, torch.long), by_head(sinks, torch.long)
-    added = by_head(0.0 if block_bias is None else block_bias, like.dtype)
+    last = options.offset + queries
+    place = torch.arange(options.offset, last, device=like.device).view(1, 1, -1, 1) - starts
+    near, sinks = by_head(rule.near, torch.long), by_head(rule.sinks, torch.long)
+    added = by_head(rule.block_bias, like.dtype)
 
     # Collect keys, values and additive masks [B|1, H|1, N, columns] of every level.
     parts = []
@@ -76,10 +70,10 @@ def attend_evicted(
         hidden = ~seen.flatten(1, 2).any(1)[:, None, :, None]
         key, value = (t[:, :, shown].masked_fill(hidden, 0.0) for t in (key, value))
         parts.append((key, value, torch.where(seen, bias, -math.inf)))
-    if sink_logit is not None:
+    if options.sinks is not None:
         # A key and a value of zeros give the sink's logit no value.
         no_key, no_value = (torch.zeros_like(t[:, :, :1]) for t in parts[0][:2])
-        logit = by_head(sink_logit, like.dtype).expand(-1, -1, queries, 1)
+        logit = by_head(options.sinks, like.dtype).expand(-1, -1, queries, 1)
         parts.append((no_key, no_value, logit))
 
     keys, values, biases = zip(*parts, strict=True)

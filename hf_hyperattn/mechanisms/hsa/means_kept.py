@@ -17,7 +17,7 @@ from ...engines import working_dtype
 from ..selection.cache import Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair
 from ..selection.growing import TAKEN_BACK, GrowingTensor
 from .open_blocks import first_near
-from .windowed.means import Levels
+from .windowed.native import Levels
 
 
 class WindowMeans(KeptWithKeys):

@@ -26,8 +26,7 @@ from ...engines.graph_torch import refuse_in_operator
 from ...engines.options import full_precision
 from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
-from ...utils.readable import can_read
-from ...utils.torch_private import count_dispatch_modes, find_packet
+from ...utils.torch_private import find_packet
 
 # Separators of the names of tensors, and of the kinds of families in one name. No name contains
 # these characters.
@@ -106,11 +105,6 @@ def call_function(
         ValueError: The call is exported to ONNX, which has no such operator.
     """
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-    no_graph = can_read(*tensors) and not torch.is_grad_enabled()
-    # Dispatch takes a good part of a decoding step, so skip it. Dispatch modes such as FLOP
-    # counters need the operator.
-    if no_graph and not count_dispatch_modes():
-        return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     if torch.onnx.is_in_onnx_export():
         raise ValueError(
             "hsa is exported to ONNX over windows alone; allowed: no hierarchy=, the same tokens as queries and keys "

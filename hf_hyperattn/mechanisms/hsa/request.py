@@ -33,8 +33,8 @@ from .means_kept import read_levels
 from .pairs import count_sibling_pairs
 from .tree.both import attend_both
 from .windowed import native
-from .windowed.key import attend_levels, key_tied
-from .windowed.means import Levels
+from .windowed.key import attend_keys, attend_levels, list_by_head
+from .windowed.native import Levels
 
 #: The output [B, H, N, dv], and the weights [B, H, N, M] or None.
 Result = tuple[Tensor, Tensor | None]
@@ -55,7 +55,8 @@ class Request:
             attention it may cover only the first keys; later keys continue its groups.
         rule: Tying and its settings.
         is_causal: Whether queries see only earlier keys, also if only the mask says so.
-        backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`.
+        backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`. A request with a cache
+            has "auto".
         weights: Also return the attention weights [B, H, N, M].
         cache: Cache of the keys and values that keeps means, or None. The means are used if the
             call allows it.
@@ -242,19 +243,22 @@ def _attend_tied_keys(
         # Sinks count from the first leaf. Without the first windows they would open blocks of later
         # tokens.
         rule = replace(rule, sinks=0) if without_sinks else rule
-    ask = {
-        "near": rule.near,
-        "sinks": rule.sinks,
-        "block_bias": rule.block_bias,
-        "scale": scale,
-        "sink_logit": options.sinks,
-        "offset": stop - query.shape[2] if by_mask else options.offset,
-    }
-    default_backend = request.backend in ("auto", "native")
-    plain = mask is None and not dropped and not request.weights and default_backend
+    bias = options.bias
+    if bias is not None and bias.shape[-1] == 1:
+        # It is the same for all keys. Softmax does not change, unless a sink has no bias.
+        bias = None if options.sinks is None else bias.expand(*bias.shape[:-1], stop)
+    elif bias is not None:
+        bias = bias[..., :stop]
+    options = replace(
+        options,
+        bias=bias,
+        is_causal=request.is_causal and (mask is None or options.is_causal),
+        offset=stop - query.shape[2] if by_mask else options.offset,
+    )
+    plain = mask is None and not dropped and not request.weights
     cache = request.cache
     if cache is not None and plain:
-        out = attend_cached(query, key, cache, hierarchy, options, rule, ask)
+        out = attend_cached(query, key, cache, hierarchy, options, rule, scale)
         if out is not None:
             return out, None
     if request.evicted or (cache is not None and cache.keep is not None):
@@ -262,26 +266,16 @@ def _attend_tied_keys(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
             "mask, no gradients, no attention weights; or evict=False"
         )
-    bias = options.bias
-    if bias is not None and bias.shape[-1] == 1:
-        # It is the same for all keys. Softmax does not change, unless a sink has no bias.
-        bias = None if options.sinks is None else bias.expand(*bias.shape[:-1], stop)
-    elif bias is not None:
-        bias = bias[..., :stop]
-    return key_tied(
+    return attend_keys(
         query,
         key,
         value,
         hierarchy,
-        is_causal=request.is_causal and (mask is None or options.is_causal),
-        window=options.window,
-        mask=mask,
-        dropout_p=options.dropout_p,
-        weights=request.weights,
-        **ask,
-        bias=bias,
-        refine_top_k=rule.refine_top_k,
+        rule,
+        options,
+        scale=scale,
         backend=request.backend,
+        weights=request.weights,
         place=place,
     )
 
@@ -293,29 +287,27 @@ def attend_cached(
     hierarchy: Hierarchy,
     options: Options,
     rule: Rule,
-    ask: dict,
+    scale: float,
 ) -> Tensor | None:
     """Return the output from cached means, or None if they do not fit.
 
     Args:
-        query, key, hierarchy, options: As in `attend_tied`.
+        query, key, hierarchy, scale: As in `attend_tied`.
         cache: Cache of the keys and values.
+        options: Options of the call, with the place of its queries.
         rule: Settings of the tying.
-        ask: near, sinks, block_bias, scale, sink_logit and offset of the call.
 
     Returns:
         [B, H, N, dv] or None.
     """
     check_kept(cache, rule)
-    levels = cached_levels(cache, options, hierarchy, key, ask["offset"] + query.shape[2])
+    levels = cached_levels(cache, options, hierarchy, key, options.offset + query.shape[2])
     # FLOP counters see only operators, so under a dispatch mode the call must go through one.
     if levels is None or (cache.keep is None and count_dispatch_modes()):
         return None
     if levels.held is not None and not native.can_serve(query):
-        return attend_evicted(query, levels, **ask)
-    return attend_levels(
-        query, levels, refine_top_k=rule.refine_top_k, is_causal=True, lse=False, **ask
-    )[0]
+        return attend_evicted(query, levels, rule, options, scale)
+    return attend_levels(query, levels, rule, options, scale, lse=False)[0]
 
 
 def check_kept(cache: LayerCache, rule: Rule) -> None:
@@ -400,8 +392,8 @@ def cached_levels(
 ) -> Levels | None:
     """Return the cached tokens and means, or None if the call cannot use them.
 
-    The means fit plain windows over all cached keys, without sliding window, bias, dropout and
-    gradients.
+    The means fit causal attention over plain windows over all cached keys, without sliding window,
+    bias, dropout and gradients.
 
     Args:
         cache: Cache of the keys and values.
@@ -415,6 +407,9 @@ def cached_levels(
     if windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
         return None
     if key.shape[2] != length or end != length or torch.is_grad_enabled():
+        return None
+    # Incomplete windows have no mean in a cache, and queries that see later tokens need it.
+    if not options.is_causal:
         return None
     if isinstance(cache.keep, KeepWindows) and cache.keep.sizes != hierarchy.sizes:
         return None
@@ -582,18 +577,13 @@ def call_operator(
         options.is_causal,
         request.weights,  # WEIGHTS
         request.chunk or 0,
-        *_list_by_head(rule.near, heads),
-        *_list_by_head(rule.sinks, heads),
-        *_list_by_head(rule.refine_top_k, heads),
+        *list_by_head(rule.near, heads),
+        *list_by_head(rule.sinks, heads),
+        *list_by_head(rule.refine_top_k, heads),
     ]
     parts = [(name, t) for name, t in extras.items() if t is not None] + parts
     out, weights = operator.call_function("tied", [query, key, value], parts, sizes, numbers, 1.0)
     return out, weights if request.weights else None
-
-
-def _list_by_head(value, heads: int) -> list[int]:
-    """Return one integer per head."""
-    return list(value) if isinstance(value, tuple) else [value] * heads
 
 
 def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tuple[int, ...]:
