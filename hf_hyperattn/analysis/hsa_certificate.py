@@ -24,8 +24,8 @@ from ..integration.patching.patch import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
-from ..mechanisms.hsa.masks import hierarchy_for, restrict_to_real
-from ..mechanisms.hsa.request import Request, lay_under_mask, linear_features
+from ..mechanisms.hsa.masks import lay_under_mask
+from ..mechanisms.hsa.request import fit_hierarchy, linear_features
 from ..mechanisms.selection.places import real_tokens
 from .cost import patched_layers
 from .perplexity import evaluation_mode
@@ -131,20 +131,17 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     check_call(call, name)
     query, key = linear_features(Plan.from_call(call).score)
     tree = call.keywords.get("hierarchy")
-    hierarchy = hierarchy_for(
+    hierarchy = fit_hierarchy(
         config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal
     )
     mask, place = call.options.mask, None
     if mask is not None:
         reading = call.read_mask()
-        real = reading.real_if_only_padding
-        if real is not None:
-            # A mask that only marks padding is the same as a hierarchy of the real tokens.
-            hierarchy = restrict_to_real(hierarchy, real)
-            mask = None
-        elif rule.tying == "key":
-            request = Request(hierarchy, rule, is_causal=False, chunk=call.chunk)
-            hierarchy, place = lay_under_mask(hierarchy, reading, request)
+        only_padding = reading.real_if_only_padding is not None
+        if only_padding or rule.tying == "key":
+            hierarchy, place = lay_under_mask(hierarchy, reading, False, call.chunk)
+        # A mask that only marks padding is the same as a hierarchy of the real tokens.
+        mask = None if only_padding else mask
     if rule.tying == "both":
         loss = measure_both(query, key, hierarchy, rule, call, mask)
     else:

@@ -11,8 +11,7 @@ import transformers as hf
 from hf_hyperattn import HierarchicalCache, HsaConfig, patch_model
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.evicted import attend_evicted
-from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
+from hf_hyperattn.mechanisms.hsa.means_kept import attend_evicted, read_levels
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from hyperattn_cli.shared import smollm2
