@@ -5,10 +5,7 @@ import torch
 import transformers as hf
 
 from hf_hyperattn import HierarchicalCache, HsaConfig, patch_model
-from hf_hyperattn.engines import Options
 from hf_hyperattn.mechanisms.base import Host
-from hf_hyperattn.mechanisms.hsa.config import Rule
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels
 from tests.integration.test_families import logits, model_of
 
 SIZES = (2, 4, 16)
@@ -73,17 +70,3 @@ def stepwise(model, inputs, cache, parts=(0, 17, 24)):
         ids = inputs["input_ids"][:, start:stop]
         found.append(logits(model, input_ids=ids, **mask, **positions, past_key_values=cache))
     return torch.cat(found, 1)
-
-
-def split_names(settings):
-    """A rule and options, of settings by name as `key_tied` takes them."""
-    names = "near", "sinks", "refine_top_k", "block_bias"
-    own = {name: settings[name] for name in names if settings.get(name) is not None}
-    rest = {n: settings[n] for n in ("is_causal", "offset") if n in settings}
-    return Rule("key", **own), Options(**rest, sinks=settings.get("sink_logit"))
-
-
-def attend_named(query, levels, *, scale=None, backend="auto", lse=True, **settings):
-    """`attend_levels` for settings by name."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return attend_levels(query, levels, *split_names(settings), scale, backend, lse)

@@ -12,7 +12,6 @@ from hf_hyperattn import HierarchicalCache, HsaConfig, patch_model
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.means_kept import attend_evicted, read_levels
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from hyperattn_cli.shared import smollm2
 from tests.integration.models import perturb
@@ -20,15 +19,14 @@ from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv
 from tests.zoo.tiny import tiny_config
 
+from .hsa_calls import attend_named, key_tied, split_names
 from .hsa_models import (
     CACHED,
-    attend_named,
     caches,
     every_cached,
     ids_of,
     padded,
     patched,
-    split_names,
     stepwise,
 )
 
@@ -367,7 +365,7 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
         query, offset = new(4, 1), cache.length - 1
         asked = rule | {"offset": offset, "scale": 0.3}
         if ways == "torch":
-            out = attend_evicted(query, levels, *split_names(asked), 0.3)
+            out = attend_evicted(query, levels, *split_names(rule | {"offset": offset}), 0.3)
         else:
             out, _ = attend_named(query, levels, is_causal=True, backend="native", **asked)
         exact, _ = key_tied(

@@ -12,9 +12,8 @@ from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from hf_hyperattn.mechanisms.hsa.windowed.native import Levels, pool_levels
-from tests.mechanisms.hsa_models import attend_named
+from tests.mechanisms.hsa_calls import attend_named, key_tied
 from tests.mechanisms.test_hsa_key import brute
 from tests.oracles.cases import assert_close, tensor
 

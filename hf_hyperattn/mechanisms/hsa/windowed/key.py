@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ....engines import Options, working_dtype
 from ....hierarchy import Hierarchy
-from ....hierarchy.windows import checked_sizes
 from ....utils.readable import can_read
 from ....utils.torch_private import count_dispatch_modes
 from .. import operator
@@ -29,73 +28,8 @@ from ..tree.key import attend_trees
 from . import native
 from .native import Levels, pool_levels
 
-#: Values of `backend` in `key_tied`; "rows" is an older name of "torch".
+#: Values of `backend` in `attend_keys`; "rows" is an older name of "torch".
 BACKENDS = ("auto", "torch", "native", "rows")
-
-#: The fields of `Rule` that `key_tied` takes, with its defaults.
-RULE_DEFAULTS = {"near": 0, "sinks": 0, "refine_top_k": 0, "block_bias": None}
-
-
-def key_tied(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    hierarchy: Hierarchy | Sequence[int],
-    *,
-    scale: float | None = None,
-    sink_logit: Tensor | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    backend: str = "auto",
-    weights: bool = False,
-    place: Tensor | None = None,
-    **settings,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute `attend_keys` for settings given by name.
-
-    Args:
-        query, key, value, backend, weights, place: As in `attend_keys`.
-        hierarchy: Trees over the M keys, or window sizes. Padding is never seen, and a padded query
-            gives 0.
-        scale: Factor of q·k; None: 1/sqrt(d).
-        sink_logit: [H], one more logit per head that is used in the softmax and has no value.
-        mask, bias: As in `Options`; leading axes may be missing.
-        settings: near, sinks, refine_top_k and block_bias of `Rule` (defaults: 0, 0, 0 and None);
-            is_causal, offset, window and dropout_p of `Options`.
-
-    Returns:
-        As `attend_keys`.
-
-    Raises:
-        ValueError: A hierarchy of another length or batch size, an unknown backend, or one that
-            cannot do the call.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    batch, length = key.shape[0], key.shape[2]
-    if not isinstance(hierarchy, Hierarchy):
-        hierarchy = Hierarchy(length, sizes=checked_sizes(hierarchy))
-    if hierarchy.length != length or hierarchy.rows not in (1, batch):
-        raise ValueError(
-            f"hierarchy has {hierarchy.rows} rows of {hierarchy.length} tokens, the keys {batch} of {length}; "
-            "allowed: the same length, and one row or as many; Hierarchy.fitted makes it fit"
-        )
-    numbers = {name: settings.pop(name, default) for name, default in RULE_DEFAULTS.items()}
-    mask, bias = (
-        t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape)) for t in (mask, bias)
-    )
-    return attend_keys(
-        query,
-        key,
-        value,
-        hierarchy,
-        Rule(tying="key", **numbers),
-        Options(mask=mask, bias=bias, sinks=sink_logit, **settings),
-        scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
-        backend=backend,
-        weights=weights,
-        place=place,
-    )
 
 
 def attend_keys(
