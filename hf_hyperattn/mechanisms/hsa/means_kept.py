@@ -44,12 +44,11 @@ class WindowMeans(KeptWithKeys):
         self.sizes, self.starts = sizes, starts
         key_room, value_room = (tensor.room for tensor in cache.tokens)
         dtype = working_dtype(key_room)
-        #: The first real token of every row, as numbers.
-        self.first = [0] * len(key_room) if starts is None else starts.tolist()
+        first = [0] * len(key_room) if starts is None else starts.tolist()
         self.means: list[Pair] = [
             (GrowingTensor(key_room, dtype), GrowingTensor(value_room, dtype)) for _ in sizes
         ]
-        self.blocks = [Blocks(list(self.first), size) for size in sizes]
+        self.blocks = [Blocks(first, size) for size in sizes]
         #: Views of all means, None after a change: making them for every token would slow down
         #: decoding.
         self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
@@ -121,9 +120,10 @@ class WindowMeans(KeptWithKeys):
         Below the top level, a query sees only children of open blocks. These are a range around the
         query and, at the front, the blocks that hold one of the first tokens.
         """
-        keep, starts = cache.keep, self.first
+        keep = cache.keep
         if not isinstance(keep, KeepWindows):
             return
+        starts = self.blocks[0].starts
         safe = cache.length - TAKEN_BACK
         # Only a new bottom window changes the open blocks. Before the latest row starts, nothing
         # can be evicted.
@@ -158,7 +158,6 @@ class WindowMeans(KeptWithKeys):
             blocks.select_rows(rows)
             for mean in pair:
                 mean.select_rows(rows)
-        self.first = [self.first[row] for row in rows.tolist()]
         if self.starts is not None:
             self.starts = none_if_zero(self.starts[rows.to(self.starts.device)])
 
@@ -246,6 +245,21 @@ def check_kept(cache: LayerCache, rule: Rule) -> None:
         raise ValueError(
             f"{EVICTING} keeps {keep.near} near keys and {keep.sinks} first ones, and hsa asks for {near} and {sinks}, "
             f"with refine_top_k={top_k}; allowed: a cache that was made for this model, as it is patched now"
+        )
+
+
+def check_not_evicted(cache: LayerCache) -> None:
+    """Raise if a cache that a call cannot use may have evicted its keys.
+
+    The keys of the call are then placeholders.
+
+    Raises:
+        ValueError: The cache keeps only a part of its keys.
+    """
+    if cache.keep is not None:
+        raise ValueError(
+            f"{EVICTING} keeps too little for this call; allowed: windows, left padding and no other mask, no "
+            "gradients, no attention weights; or evict=False"
         )
 
 

@@ -17,12 +17,12 @@ from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
 from ...utils.readable import can_read, is_exporting, is_transformed
-from ..selection.cache import EVICTING, LayerCache
+from ..selection.cache import LayerCache
 from ..selection.places import Reading, read_mask
 from . import operator, portable
 from .config import Rule, list_numbers
 from .masks import drop_first_tokens, lay_under_mask
-from .means_kept import attend_cached
+from .means_kept import attend_cached, check_not_evicted
 from .pairs import count_sibling_pairs
 from .tree.both import attend_both
 from .windowed import native
@@ -53,8 +53,6 @@ class Request:
         cache: Cache of the keys and values that keeps means, or None. The means are used if the
             call allows it.
         reading: Facts read from the mask; None: read them in this call.
-        evicted: Whether a cache that this call cannot use has evicted keys. The keys of the call
-            are then placeholders.
         chunk: The layer's own attention starts again after this many tokens of a row. 1 if it may
             hide any token.
         position_ids: int64 [B|1, N] of the call, see `Reading.find_texts`.
@@ -67,7 +65,6 @@ class Request:
     weights: bool = False
     cache: LayerCache | None = None
     reading: Reading | None = None
-    evicted: bool = False
     chunk: int | None = None
     position_ids: Tensor | None = None
 
@@ -122,7 +119,8 @@ def attend_hierarchically(
         return call_operator(query, key, value, options, request)
     if request.cache is not None and not plain:
         # The cache keeps means of the layer's keys, not of the features of this score.
-        request = replace(request, cache=None, evicted=request.cache.keep is not None)
+        check_not_evicted(request.cache)
+        request = replace(request, cache=None)
     return attend_tied(query, key, value, options, request, scale)
 
 
@@ -291,17 +289,13 @@ def _attend_tied_keys(
         is_causal=request.is_causal and (mask is None or options.is_causal),
         offset=stop - query.shape[2] if by_mask else options.offset,
     )
-    plain = mask is None and not dropped and not request.weights
     cache = request.cache
-    if cache is not None and plain:
-        out = attend_cached(query, stop, cache, hierarchy, rule, options, scale)
-        if out is not None:
-            return out, None
-    if request.evicted or (cache is not None and cache.keep is not None):
-        raise ValueError(
-            f"{EVICTING} keeps too little for this call; allowed: windows, left padding and no other "
-            "mask, no gradients, no attention weights; or evict=False"
-        )
+    if cache is not None:
+        if mask is None and not dropped and not request.weights:
+            out = attend_cached(query, stop, cache, hierarchy, rule, options, scale)
+            if out is not None:
+                return out, None
+        check_not_evicted(cache)
     return attend_keys(
         query,
         key,
@@ -454,8 +448,7 @@ def call_operator(
         raise ValueError(
             "hsa with a learned mask cannot be compiled; allowed: learn a position_bias instead"
         )
-    rule, hierarchy = request.rule, request.hierarchy
-    heads = query.shape[1]
+    rule, heads = request.rule, query.shape[1]
     block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device)
     extras = {
         "mask": options.mask,
@@ -463,17 +456,7 @@ def call_operator(
         "sinks": options.sinks,
         "block_bias": block_bias.expand(heads),
     }
-    # A length of -1 stands for a hierarchy that is made from ids or sizes inside the operator.
-    sizes: list[int] | None = None
-    parts: operator.Named = []
-    length = -1
-    if isinstance(hierarchy, Tensor):
-        parts = [("ids", hierarchy)]
-    elif isinstance(hierarchy, tuple):
-        sizes = list(hierarchy)
-    else:
-        sizes, parts = operator.flatten_hierarchy(hierarchy)
-        length = hierarchy.length
+    length, sizes, parts = operator.flatten_hierarchy(request.hierarchy)
     # `_compute_tied` reads these by position.
     numbers = [
         length,
@@ -514,7 +497,6 @@ def _count_pairs(query, key, named, sizes, numbers) -> float:
     return heads * count_sibling_pairs(keys, sizes)
 
 
-@operator.register_function("tied", _shape_of_weights, _count_pairs)
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     """Compute the operator "tied" from the arguments that `call_operator` wrote."""
     query, key, value = tensors
@@ -540,13 +522,8 @@ def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor
         offset=offset,
         sinks=extras.get("sinks"),
     )
-    hierarchy = extras.get("ids")
-    if hierarchy is None and length < 0:
-        hierarchy = tuple(sizes)
-    elif hierarchy is None:
-        hierarchy = operator.unflatten_hierarchy(named, sizes, length)
     request = Request(
-        hierarchy=hierarchy,
+        hierarchy=operator.unflatten_hierarchy(named, sizes, length),
         rule=rule,
         is_causal=bool(is_causal),
         weights=bool(weights),
@@ -555,3 +532,8 @@ def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor
     out, shown = attend_tied(query, key, value, options, request)
     # The weights have no gradient inside the operator.
     return out, out.new_empty(0) if shown is None else shown.detach()
+
+
+operator.FUNCTIONS["tied"] = operator.Function(
+    compute=_compute_tied, shape=_shape_of_weights, pairs=_count_pairs
+)

@@ -298,13 +298,18 @@ def _compute_gradients(
     return [*tokens, *(gradients.get(name) for name, _ in named)]
 
 
-@operator.register_function(
-    "windowed", lambda query, key, numbers: query.shape[:3], _count_pairs, _compute_gradients
-)
 def _compute_output(*call) -> tuple[Tensor, Tensor]:
     """Compute the operator "windowed": output and log-sum-exp."""
     out: Any = attend_levels(*_read_call(*call))
     return out
+
+
+operator.FUNCTIONS["windowed"] = operator.Function(
+    compute=_compute_output,
+    shape=lambda query, key, numbers: query.shape[:3],
+    pairs=_count_pairs,
+    backward=_compute_gradients,
+)
 
 
 def spread_heads(
