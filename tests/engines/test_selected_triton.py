@@ -103,6 +103,46 @@ def test_many_tiles_of_each_kind(device):
 
 
 @devices
+def test_a_bias_that_hides_a_whole_tile(device):
+    q, k, v = (torch.randn(1, 2, 130, 16) for _ in "qkv")
+    rules, spans = [HeadRule(1000), HeadRule(3, 1, page=4, chunk=16, top=9)], ([0], [130])
+    bias = torch.zeros(1, 2, 130)
+    bias[..., :64] = -torch.inf
+    chosen = some_pages(rules, 130, 130, 0, spans)
+    out = attend(device, q, k, v, rules, chosen, spans, bias=bias)
+    expected = defined(q, k, v, rules, chosen, 0, spans, bias=bias)
+    # Rows that see no other key have no definition.
+    seen = expected.isfinite()
+    torch.testing.assert_close(out.double()[seen], expected[seen], rtol=1e-5, atol=1e-5)
+    assert out[:, 0, 64:].isfinite().all()
+
+
+@devices
+def test_sizes_beyond_every_text(device):
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in "qkv")
+    rules, spans = [HeadRule(5, 2, 2**40, 1, 1), HeadRule(5, 1, 4, 2**40, 2)], ([0], [40])
+    chosen = some_pages(rules, 40, 40, 0, spans)
+    out = attend(device, q, k, v, rules, chosen, spans)
+    expected = defined(q, k, v, rules, chosen, 0, spans)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("queries", [1, 16])
+def test_keys_shared_out_to_several_programs(device, queries, monkeypatch):
+    from hf_hyperattn.engines.triton import launch
+
+    monkeypatch.setattr(launch, "PART", 16)
+    q, (k, v) = torch.randn(2, 4, queries, 16), torch.randn(2, 2, 2, 420, 16)
+    spans, sinks, offset = ([0, 400], [420, 420]), torch.randn(4), 420 - queries
+    chosen = some_pages(LONG, queries, 420, offset, spans)
+    settings = {"sinks": sinks, "window": 300, "softcap": 5.0}
+    out = attend(device, q, k, v, LONG, chosen, spans, offset=offset, **settings)
+    expected = defined(q, k, v, LONG, chosen, offset, spans, **settings)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@devices
 def test_pages_that_all_queries_of_a_block_chose_need_no_mask(device):
     from hf_hyperattn.engines.triton.selected import ListedCall
 

@@ -463,8 +463,11 @@ def listed_forward(
 
             # Online softmax.
             new = tl.maximum(top, tl.max(s, 1))
-            # A row that sees nothing yet has a maximum of -inf, and -inf - -inf is NaN.
-            zero = tl.where(new == float("-inf"), 0.0, new) if KIND > 0 else new
+            # A row that sees nothing yet has a maximum of -inf, and -inf - -inf is NaN. In clean
+            # tiles only a bias can hide all keys.
+            zero = new
+            if KIND > 0 or not PLAIN:
+                zero = tl.where(new == float("-inf"), 0.0, new)
             w = raise_to_weights(s, zero[:, None], nats, PLAIN)
             shrink = raise_to_weights(top, zero, nats, PLAIN)
             weight = weight * shrink + tl.sum(w, 1)

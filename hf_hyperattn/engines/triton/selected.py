@@ -292,6 +292,13 @@ def compute_gradients(
     # Query heads that share a key head have sums of their own, in float32 until they are added.
     d_key = query.new_zeros((*query.shape[:2], call.m, call.d), dtype=torch.float32)
     d_value = query.new_zeros((*query.shape[:2], call.m, call.dv), dtype=torch.float32)
+    if not (out.numel() and call.m):
+        return (
+            d_query.zero_(),
+            torch.zeros_like(key),
+            torch.zeros_like(value),
+            differentiate_sinks(grad, sinks, out, lse),
+        )
     with use_device(query.device):
         read = {"GRAD": with_strides(grad), "LSE": lse, "DELTA": delta}
         for launch in call.list_launches():

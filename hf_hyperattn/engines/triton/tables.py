@@ -100,7 +100,8 @@ def group_rules(
             rule = rules[head]
             # Without pages each query has near keys of its own.
             chunk, step = (rule.chunk, rule.page) if rule.page else (1, 1)
-            numbers.append([head, min(rule.near, ALL), min(rule.sinks, ALL), chunk, step])
+            sizes = rule.near, rule.sinks, chunk, step
+            numbers.append([head, *(min(size, ALL) for size in sizes)])
         found.append(
             ListedRules(
                 heads=tuple(heads),
@@ -123,13 +124,15 @@ def count_rows(rule: HeadRule, queries: int, most: int) -> int:
     if queries <= 16:
         return 16
     rows = most
-    while rule.page and rows > 16:
-        # Blocks begin at multiples of their size. Their first chunk may be cut.
-        chunks = rows // rule.chunk if rows % rule.chunk == 0 else (rows - 2) // rule.chunk + 2
-        if chunks <= BITS:
-            break
+    while rule.page and rows > 16 and count_chunks(rule, rows) > BITS:
         rows //= 2
     return rows
+
+
+def count_chunks(rule: HeadRule, rows: int) -> int:
+    """Return the most chunks that lie in a block of this many queries."""
+    # Blocks begin at multiples of their size. Their first chunk may be cut.
+    return rows // rule.chunk if rows % rule.chunk == 0 else (rows - 2) // rule.chunk + 2
 
 
 def split_blocks(
@@ -144,7 +147,13 @@ def split_blocks(
     """
     # The first real query may be the last of its block.
     blocks = (queries + group.rows - 2) // group.rows + 1
-    of_block = 12 * batch * len(group.heads) * (keys // group.page + 1)
+    of_block = 12 * len(group.heads) * (keys // group.page + 1)
+    # `mark_pages` has indices of 24 bytes for each page that a chunk of one head has chosen.
+    of_block += max(
+        24 * count_chunks(rule, group.rows) * min(rule.top * rule.page, keys) // group.page
+        for rule in group.rules
+    )
+    of_block *= max(1, batch)
     step = max(1, min(blocks, most_bytes // of_block))
     return [(first, min(step, blocks - first)) for first in range(0, blocks, step)]
 
@@ -224,7 +233,7 @@ def mark_pages(
             continue
         own = base // rule.chunk
         last = (base + group.rows - 1) // rule.chunk
-        bit = torch.arange(min(BITS, (group.rows - 2) // rule.chunk + 2), device=device)
+        bit = torch.arange(count_chunks(rule, group.rows), device=device)
         chunk = own[..., None] + bit
         # Chunk 0 of the table is the chunk of the first real query.
         row = chunk - begin[..., None] // rule.chunk
