@@ -1,4 +1,4 @@
-"""docs/performance.md: tables and a plot from the committed result files."""
+"""docs/results/performance.md: tables and a plot from the committed result files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KIND_TITLES = {"forward": "forward", "training": "forward+backward"}
 
 def draw() -> int:
     """Write the page's tables and its plot."""
-    page = DOCS / "performance.md"
+    page = DOCS / "results" / "performance.md"
     files = sorted(FOLDER.glob("attention-*.json"))
     results = [json.loads(file.read_text()) for file in files]
     text, (begin, end) = page.read_text(), ("<!-- results -->", "<!-- /results -->")

@@ -27,13 +27,17 @@ def test_every_public_name_is_in_the_reference(module):
     assert not public - NAMES
 
 
-def test_every_page_is_in_the_contents():
-    start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^((?:tutorials/)?\w+)$", start, re.MULTILINE))
-    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")}
-    assert {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in pages} - {
-        "index"
-    } <= listed
+def list_contents(page: Path) -> set[Path]:
+    """Return the pages that the tables of contents of `page` name."""
+    tables = re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names = [line for table in tables for line in re.findall(r"^[\w./]+$", table, re.MULTILINE)]
+    return {(page.parent / f"{name}.md").resolve() for name in names if name != "self"}
+
+
+def test_every_page_is_in_the_contents_once():
+    pages = {*(ROOT / "docs").glob("**/*.md")}
+    listed = [name for page in pages for name in list_contents(page)]
+    assert sorted(listed) == sorted(pages - {ROOT / "docs" / "index.md"})
 
 
 def load_conf():
