@@ -58,8 +58,9 @@ def graph(results: dict) -> str:
     """What the graph is."""
     found = results["runs"]["graph"]
     return (
-        f"{found['nodes']:,} packages of the sections {', '.join(found['sections'])}; {found['edges']:,} dependencies "
-        f"between them, {100 * found['homophily']:.0f} % of them within a section; checksum {found['checksum']}."
+        f"{found['nodes']:,} packages with {found['edges']:,} dependencies between them, "
+        f"{100 * found['homophily']:.0f} % of them within a section; checksum {found['checksum']}. "
+        f"Sections: {', '.join(found['sections'])}."
     )
 
 
