@@ -64,14 +64,14 @@ def sparse_table(result: dict) -> str:
     ]
     chosen, layers = result["arguments"].get("chosen"), result["arguments"]["layers"]
     of = (
-        "and the rules those that `frontier.py` gives SmolLM2-135M"
+        "with the rules that `frontier.py` gives SmolLM2-135M"
         if chosen
         else f"with models of {layers} layers"
     )
     chip = result.get("processor", where["chip"])
     about = (
         f"{chip}, torch {where['torch']}, {where['date']}, 1 thread, CPU time, lowest of several rounds on a shared "
-        "machine.\nHeads: 9 of queries on 3 of keys, d = 64, float32. Rules and kinds are those of "
+        "machine.\nHeads: 9 of queries on 3 of keys, d = 64, float32. Rules and kinds as in "
         "`benchmarks/sparse.py`, "
         f"{of}.\nSDPA runs with the original cache, which copies all keys and values at every token. Our dense "
         "kernel runs with the\ncache of its row."

@@ -10,7 +10,7 @@ from hyperattn_cli import build_parser
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HEAD = """# Options of every command
 
-This page is the output of `hyperattn COMMAND --help`. [The command](command.md) says what each command is for.
+This page is what every command prints with `--help`. [The command](command.md) says what each command is for.
 `python -m tests.docs.options` writes it.
 """
 
