@@ -142,7 +142,7 @@ def test_commands_exist():
 def test_files_exist():
     for page in ("README.md", "CONTRIBUTING.md"):
         text = (ROOT / page).read_text()
-        named = re.findall(r"\]\((?!http|#)([^)]+)\)", text)
+        named = re.findall(r"\]\((?!http|#)([^)#]+)", text)
         assert [path for path in named if not (ROOT / path).exists()] == []
 
 
