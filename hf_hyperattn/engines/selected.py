@@ -88,6 +88,13 @@ def list_shapes(rules: Sequence[int], queries: int, keys: int) -> tuple[tuple[in
     return tuple(shapes)
 
 
+def shapes_of_choice(
+    rules: Sequence[HeadRule], queries: int, keys: int
+) -> tuple[tuple[int, int], ...]:
+    """Return for each head the most chunks, and the most pages that a chunk chooses."""
+    return list_shapes(flatten_rules(tuple(rules)), queries, keys)
+
+
 def check_choice(chosen: Tensor, batch: int, shapes: Sequence[tuple[int, int]]) -> None:
     """Raise ValueError unless the chosen pages have the shape that the kernels read.
 
@@ -136,6 +143,7 @@ class SelectedKernel:
             last is empty without sinks. Arguments: grad, the results of `compute`, its arguments.
         returned: Dtype of the output of `compute`; None: that of the query.
         backend: Name of the engine, for errors.
+        largest_page: Most keys of a page that the kernel computes; None: any number.
     """
 
     def __init__(
@@ -145,8 +153,10 @@ class SelectedKernel:
         differentiate: Callable,
         returned: torch.dtype | None,
         backend: str,
+        largest_page: int | None,
     ):
         self.compute = compute
+        self.largest_page = largest_page
         self.operator = torch.library.custom_op(name, compute, mutates_args=())
         gradients = torch.library.custom_op(f"{name}_backward", differentiate, mutates_args=())
 

@@ -14,9 +14,8 @@ from hf_hyperattn.engines.cpu.selected import (
     chosen_pages,
     kernel,
     selected_attention,
-    shapes_of_choice,
 )
-from hf_hyperattn.engines.selected import BY, KEPT, HeadRule
+from hf_hyperattn.engines.selected import BY, KEPT, HeadRule, shapes_of_choice
 from hf_hyperattn.engines.selection import Lists
 from tests.engines.test_native import needs_compiler
 

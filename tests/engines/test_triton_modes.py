@@ -50,6 +50,26 @@ def test_in_the_interpreter(which):
     assert " passed" in said and "failed" not in said
 
 
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process"
+)
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.timeout(1200)
+def test_listed_keys_in_the_interpreter(which):
+    said = interpret("tests/engines/test_selected_triton.py", "-m", f"{which} and not gpu")
+    assert " passed" in said and "failed" not in said
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process"
+)
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_masks_and_calls_of_sparse_rules_in_the_interpreter():
+    said = interpret("tests/test_masks_and_calls.py", "-k", "sparse or window or sinks or pages")
+    assert " passed" in said and "failed" not in said
+
+
 class Distant(Term):
     """A term that cannot be written in Triton."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -86,7 +87,9 @@ TURNING = frozenset(
     # Bounds of pages are of single channels.
     + ["rules by head", "pages", "pages by the chunk before", "nested windows, bounds"]
 )
-ENGINES = ("auto", "reference", "blockwise", "cpu")
+#: In Triton's interpreter, its engine alone.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ENGINES = ("triton",) if INTERPRETED else ("auto", "reference", "blockwise", "cpu")
 NO_KERNEL = frozenset(
     ["talking heads", "cone and talking heads", "trilinear", "trilinear, no windows"]
 )

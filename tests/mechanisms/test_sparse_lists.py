@@ -349,7 +349,7 @@ def test_scores_of_another_shape_are_refused():
     q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
     with pytest.raises(
         ValueError,
-        match=r"SameForAllHeads\.score_pages returned \[1, 1, 1, 9\]; allowed: \[1, 2, 40, 10\]",
+        match=r"SameForAllHeads\.score_pages returned \[1, 1, 1, 9\]; allowed: \[1, 2, \d+, 10\]",
     ):
         sparse_attention(q, k, v, is_causal=True, rules=SameForAllHeads(wrong=True))
 

@@ -89,13 +89,6 @@ def _make_cached_layout(rules: tuple[int, ...], shapes: tuple[tuple[int, int], .
     return Layout(library.longs(numbers), shapes, places)
 
 
-def shapes_of_choice(
-    rules: Sequence[HeadRule], queries: int, keys: int
-) -> tuple[tuple[int, int], ...]:
-    """Return for each head the most chunks, and the most pages that a chunk chooses."""
-    return make_layout(flatten_rules(tuple(rules)), queries, keys).shapes
-
-
 def _make_rows_dense(t: Tensor) -> Tensor:
     """Return the tensor with the components of each vector side by side in memory."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
@@ -274,7 +267,7 @@ def compute_gradients(
 
 #: Attention on the CPU, as a function and as an operator.
 kernel = SelectedKernel(
-    "hf_hyperattn::selected", compute_attention, compute_gradients, torch.float32, "cpu"
+    "hf_hyperattn::selected", compute_attention, compute_gradients, torch.float32, "cpu", None
 )
 selected_attention = kernel.attend
 

@@ -5,6 +5,9 @@ Here you learn which calls the engine can compute. Importing this package does n
     operator.py      custom operators of torch and their gradients
     launch.py        from tensors to launched kernels
     configs.py       tile sizes
+    selected.py      attention to listed keys: launches, operator and gradients
+    tables.py        which keys a block of queries sees
+    listed.py        the kernels of attention to listed keys
     forward.py       the forward kernel
     backward.py      the backward kernels
     tile.py          one tile of logits, for all kernels
@@ -24,6 +27,7 @@ import os
 import torch
 from torch import Tensor
 
+from ...utils.readable import can_read, is_transformed
 from .. import serialize
 from ..emit_triton import trace_score
 from ..options import Options
@@ -97,6 +101,25 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
     masks = [t for t in (options.mask, options.bias) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in masks):
         return "masks and biases get no gradient"
+    return None
+
+
+def find_selected_obstacle(*tensors: Tensor) -> str | None:
+    """Return why the kernels for listed keys cannot compute a call; None if they can.
+
+    Args:
+        tensors: Queries, keys and values.
+    """
+    device = tensors[0].device
+    reason = find_device_obstacle(device.type, device.index)
+    if reason is not None:
+        return reason
+    if any(t.dtype not in DTYPES for t in tensors):
+        return "it is in float64"
+    if max(t.shape[-1] for t in tensors) > WIDEST:
+        return f"heads are wider than {WIDEST}"
+    if not can_read(*tensors) or is_transformed():
+        return "it is compiled, exported, or inside a transform of torch.func"
     return None
 
 

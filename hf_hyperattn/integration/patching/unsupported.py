@@ -17,7 +17,9 @@ from ..attention.hosts import has_hosts
 
 #: Families that call the interface with arguments that no engine supports, with the reason.
 PER_TOKEN_SINKS = "its attention sinks differ from token to token, and engines take one per head"
-UNHONOURED = {"inkling2": PER_TOKEN_SINKS, "inkling2_text": PER_TOKEN_SINKS}
+UNHONOURED = dict.fromkeys(
+    ("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text"), PER_TOKEN_SINKS
+)
 
 
 def unsupported(model_type: str, name: str | None) -> ValueError:

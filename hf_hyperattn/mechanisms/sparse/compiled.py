@@ -1,22 +1,23 @@
-"""Sparse attention on the compiled CPU kernel: only visible pairs are computed.
+"""Sparse attention on a kernel: only visible pairs are computed.
 
-Read here which calls and heads the kernel takes, and how they are prepared for it. Everything else
-runs under masks (`masking.py`), with the same result.
+Read here which calls and heads the kernels for CPUs and GPUs take, and how they are prepared for
+them. Everything else runs under masks (`masking.py`), with the same result.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
+from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads, triton
 from ...engines.cpu import selected
-from ...engines.cpu.selected import shapes_of_choice
-from ...engines.selected import BY, KEPT, HeadRule
+from ...engines.selected import BY, KEPT, HeadRule, SelectedKernel, shapes_of_choice
 from ...engines.selection import Lists, Summaries
 from ...utils.attached import attached_to
 from ...utils.readable import can_read
@@ -28,8 +29,12 @@ from .pages import PageRule, Pages
 from .pages_kept import LastChoice, find_summaries
 from .rules import Exact, SparseRule, Window
 
+logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is added by Transformers
 #: A window of this many tokens covers every text.
 EVERYTHING = 2**40
+#: Numbers of keys that rules which choose in torch see at a time: in a prompt, and in decoding, where
+#: a few heads at a time would take longer than the choice itself.
+MOST_NUMBERS, MOST_DECODED = 2**22, 2**26
 #: For each row of the batch: the first real key, and the index after the last one.
 Spans = tuple[list[int], list[int]]
 
@@ -84,8 +89,11 @@ def attend_by_kernel(
     Returns:
         [B, H, N, dv] in the dtype of the query, or None.
     """
-    spans = find_spans(query, key, score, value, options, text, window, backend)
-    if spans is None:
+    kernel, obstacle = find_kernel(query, key, score, value, backend)
+    obstacle = obstacle or find_call_obstacle(score, options, text, key.shape[2], window)
+    spans = None if obstacle else read_spans(text.reading, window)
+    if kernel is None or spans is None:
+        log_masked_call(query, obstacle or MASKED_SPANS)
         return None
     # Query 0 is key `last - n`. With rules for several lengths, each stretch is a kernel call of
     # its own.
@@ -93,9 +101,15 @@ def attend_by_kernel(
     stretches = split_queries(rules, spans[0], last - n, n)
     if not stretches:
         return None
-    known = [translate_rules(rules, place, query.shape[3]) for place, _ in stretches]
+    known = [
+        translate_rules(rules, place, query.shape[3], kernel.largest_page) for place, _ in stretches
+    ]
     # A head runs under a mask if the kernel does not know its rule in some stretch.
     rest = [h for h, of_head in enumerate(zip(*known, strict=True)) if None in of_head]
+    if rest:
+        log_masked_call(
+            query, f"a rule has no kernel, or pages of more than {kernel.largest_page} keys"
+        )
     if len(rest) == query.shape[1]:
         return None
     inputs = convert_inputs(query, key, score, value, options, text)
@@ -106,10 +120,19 @@ def attend_by_kernel(
         chosen = None
         if any(rule.page for rule in kernel_rules):
             head_rules = rules.by_length[place][1]
-            own = list_pages_by_head(head_rules, query, key, score.scale, text, window, queries)
+            # Only the compiled library for CPUs chooses the pages of `Pages` itself.
+            every = kernel is not selected.kernel
+            own = list_pages_by_head(
+                head_rules, query, key, score.scale, text, window, queries, every
+            )
             stop = last - n + queries.stop
-            chosen = choose_pages(inputs, kernel_rules, spans, stop, queries, asker, window, own)
-        part = selected.selected_attention(
+            if every:
+                chosen = put_lists(own, kernel_rules, None, key, len(queries))
+            else:
+                chosen = choose_pages(
+                    inputs, kernel_rules, spans, stop, queries, asker, window, own
+                )
+        part = kernel.attend(
             inputs.raw_query[:, :, queries.start : queries.stop],
             inputs.raw_key,
             inputs.value,
@@ -130,42 +153,69 @@ def attend_by_kernel(
     if not rest:
         return out
     others = attend_by_masks(rest, query, key, score, value, options, rules, text, window)
-    return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
+    return out.index_copy(1, torch.tensor(rest, device=out.device), others.to(out.dtype))
 
 
 # Which calls the kernel takes
 
 
-def find_spans(
-    query: Tensor,
-    key: Tensor,
-    score: PairScore,
-    value: Tensor,
-    options: Options,
-    text: Text,
-    window: int | None,
-    backend: str,
-) -> Spans | None:
-    """Return the real keys of each row; None if the kernel cannot take this call.
+def find_kernel(
+    query: Tensor, key: Tensor, score: PairScore, value: Tensor, backend: str
+) -> tuple[SelectedKernel | None, str]:
+    """Return the kernel for these tensors and this engine, and the reason if there is none.
 
     Args:
-        query, key, score, value, options, text, window, backend: As in `attend_by_kernel`.
+        query, key, score, value, backend: As in `attend_by_kernel`.
     """
-    # The order matters: cheap checks first, and `read_spans` needs a number in `text.last`.
-    if not text.reading.is_causal or backend not in ("auto", "cpu"):
-        return None
-    if not can_score(score, options, key.shape[2]):
-        return None
-    if not selected.serves(query, key, score.raw_query, score.raw_key, value):
-        return None
-    if text.last is None or text.last > key.shape[2]:  # unknown, or queries after the last key
-        return None
-    if options.mask is None and window not in (None, options.window) and window < key.shape[2]:
-        return None  # nothing tells the kernel that this call hides keys outside the window
-    spans = read_spans(text.reading, window)
-    if spans is None or not text.has_earlier_queries(query.shape[2]):
-        return None
-    return spans
+    tensors = query, key, score.raw_query, score.raw_key, value
+    if backend in ("auto", "cpu") and selected.serves(*tensors):
+        return selected.kernel, ""
+    # On CPUs the kernels for GPUs run only in Triton's interpreter, which is very slow.
+    if backend == "triton" or (backend == "auto" and query.device.type == "cuda"):
+        obstacle = triton.find_selected_obstacle(*tensors)
+        if obstacle is None:
+            # Imported here: Triton may be missing, and its import takes half a second.
+            from ...engines.triton.selected import kernel
+
+            return kernel, ""
+        return None, obstacle
+    return None, f"no kernel for backend={backend!r} on {query.device.type}"
+
+
+def find_call_obstacle(
+    score: PairScore, options: Options, text: Text, keys: int, window: int | None
+) -> str:
+    """Return why no kernel can compute a call; "" if one may.
+
+    Args:
+        score, options, text, window: As in `attend_by_kernel`.
+        keys: M.
+    """
+    if not text.reading.is_causal:
+        return "it is not causal"
+    if not can_score(score, options, keys):
+        return "it has dropout, a bias or a mask with a gradient, or scores other than dot products"
+    if text.last is None or text.last > keys:  # unknown, or queries after the last key
+        return "it is unknown which keys belong to the queries"
+    if options.mask is None and window not in (None, options.window) and window < keys:
+        # Nothing tells the kernel that this call hides keys outside the window.
+        return "its sliding window is unknown to the mask"
+    if not text.has_earlier_queries(text.places.queries):
+        return "queries before the call are unknown"
+    return ""
+
+
+#: The reason if `read_spans` finds none.
+MASKED_SPANS = "its mask hides more than padding, later keys and keys outside the window"
+
+
+def log_masked_call(query: Tensor, obstacle: str) -> None:
+    """Log once for each reason that a call on a GPU runs under a mask of all pairs."""
+    if query.device.type == "cuda" and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "hf_hyperattn: sparse rules run under a mask of all pairs on a GPU, which saves no time; the kernel does "
+            f"not take this call: {obstacle}"
+        )
 
 
 def can_score(score: PairScore, options: Options, keys: int) -> bool:
@@ -285,7 +335,9 @@ def split_queries(
 
 
 @lru_cache(maxsize=256)
-def translate_rules(rules: HeadRules, place: int, dim: int) -> tuple[HeadRule | None, ...]:
+def translate_rules(
+    rules: HeadRules, place: int, dim: int, largest_page: int | None
+) -> tuple[HeadRule | None, ...]:
     """Return the kernel's rule of each head; None for rules it does not know.
 
     Args:
@@ -293,11 +345,18 @@ def translate_rules(rules: HeadRules, place: int, dim: int) -> tuple[HeadRule | 
             identity, so the cache finds the result again without comparing any rule.
         place: Index of the length in `rules.by_length`.
         dim: Width of a query.
+        largest_page: Of the kernel.
     """
     length, heads = rules.by_length[place]
     if place == len(rules.by_length) - 1:
         length = None  # the last rules hold to the end of the text
-    return tuple(None if cuts_chunk(rule, length) else translate_rule(rule, dim) for rule in heads)
+    found = []
+    for rule in heads:
+        own = None if cuts_chunk(rule, length) else translate_rule(rule, dim)
+        if own is not None and largest_page is not None and own.page > largest_page:
+            own = None
+        found.append(own)
+    return tuple(found)
 
 
 def cuts_chunk(rule: SparseRule, length: int | None) -> bool:
@@ -419,6 +478,7 @@ def list_pages_by_head(
     text: Text,
     window: int | None,
     queries: range,
+    every: bool = False,
 ) -> dict[int, Tensor]:
     """Return the pages of the heads whose rules choose them in torch.
 
@@ -426,33 +486,32 @@ def list_pages_by_head(
         rules: One for each head.
         query, key, scale, text, window: Of the whole call, as in `attend_by_kernel`.
         queries: A range of the queries of the call.
+        every: Whether `Pages` choose in torch as well.
 
     Returns:
         By head, int32 [B, chunks, most], as `Lists` holds them.
     """
-    listing = {}
+    heads_of: dict[PageRule, list[int]] = {}
     for h, rule in enumerate(rules):
-        own = find_listing_rule(rule)
+        own = rule if every and type(rule) is Pages else find_listing_rule(rule)
         if own is not None:
-            listing[h] = own
-    if not listing:
-        return {}
-    # Other heads are left out, which saves scoring their pages.
-    heads = list(listing)
+            heads_of.setdefault(own, []).append(h)
     group = query.shape[1] // key.shape[1]
-    before = None if text.before is None else text.before[:, heads]
+    # A few heads at a time: rules see float32 keys for each query head.
+    most = MOST_NUMBERS if query.shape[2] > 1 else MOST_DECODED
+    step = max(1, most // max(1, key.numel() // key.shape[1]))
+    found: dict[int, Tensor] = {}
     # The choice of pages has no gradient.
     with torch.no_grad():
-        # One key head for each query head, as rules expect.
-        shared = key[:, [h // group for h in heads]]
-        text = replace(text, before=before)
-        call = make_rule_call(query[:, heads], shared, scale, text, window)
-        found: dict[int, Tensor] = {}
-        # Heads with equal rules are scored together.
-        for rule in dict.fromkeys(listing.values()):
-            index = [i for i, h in enumerate(heads) if listing[h] == rule]
-            lists = rule.list_pages(call.heads(index), queries)
-            found |= {heads[i]: of_head for i, of_head in zip(index, lists.unbind(1), strict=True)}
+        for rule, all_heads in heads_of.items():
+            for first in range(0, len(all_heads), step):
+                heads = all_heads[first : first + step]
+                before = None if text.before is None else text.before[:, heads]
+                shared = key[:, [h // group for h in heads]]
+                own_text = replace(text, before=before)
+                call = make_rule_call(query[:, heads], shared, scale, own_text, window)
+                lists = rule.list_pages(call, queries)
+                found |= dict(zip(heads, lists.unbind(1), strict=True))
     return found
 
 
@@ -485,7 +544,10 @@ def put_lists(
     shapes = shapes_of_choice(rules, queries, key.shape[2])
     # -1: no page. Every head needs a table of its shape, also the heads that are not in `own`.
     if kept is None:
-        parts = [torch.full((len(key), *shape), -1, dtype=torch.int32) for shape in shapes]
+        parts = [
+            torch.full((len(key), *shape), -1, dtype=torch.int32, device=key.device)
+            for shape in shapes
+        ]
     else:
         parts = kept.of_heads()
     rows = torch.cat([own.get(h, part).flatten(1) for h, part in enumerate(parts)], 1)

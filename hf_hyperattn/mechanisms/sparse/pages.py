@@ -31,7 +31,9 @@ from .selection import (
 Summary = Literal["bounds", "mean"]
 #: Methods of `PageRule` whose results the kernel computes itself. It would not notice a subclass
 #: that changes them.
-FIXED = ("visible", "opening", "choose_pages")
+FIXED = ("visible", "opening", "choose_pages", "find_candidates", "select_pages")
+#: Scores that `PageRule.list_pages` computes at a time, at most.
+MOST_SCORES = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +56,8 @@ class PageRule(SelectingRule):
     """Show the nearest tokens, the first ones, and the best `top` other pages.
 
     A rule of your own is a frozen dataclass with the fields below, and defines `score_pages`. It
-    runs on the compiled kernel in causal calls on a CPU, and under a mask elsewhere, with the same
-    result. A rule that overrides `visible`, `opening` or `choose_pages` always runs under a mask.
+    runs on a kernel in causal calls on a CPU or a GPU, and under a mask elsewhere, with the same
+    result. A rule that overrides another method (`FIXED`) always runs under a mask.
 
     Page a holds tokens a·page ... (a+1)·page - 1. A chunk of queries that begins at token c sees
     the sinks and all tokens from w = page·floor(max(0, c - near + 1) / page) on. Among the pages
@@ -179,36 +181,65 @@ class PageRule(SelectingRule):
     def choose_pages(self, call: RuleCall) -> Choice:
         """Return the pages that the chunks of a call's queries choose."""
         chunks = split_chunks(call, self.chunk, self.query)
-        opening = self.opening(chunks.start)
-        closing = self.closing(chunks.start)
-        pages = split_pages(call.key, self.page)
-        real = None
-        starts = torch.arange(pages.shape[2], device=pages.device) * self.page
+        candidates = self.find_candidates(call, chunks.start)
+        chunks.check_known(call, candidates)
+        return Choice(
+            chunks=chunks,
+            pages=self.select_pages(call, chunks.query, candidates),
+            opening=self.opening(chunks.start),
+            closing=self.closing(chunks.start),
+        )
+
+    def find_candidates(self, call: RuleCall, start: Tensor) -> Tensor:
+        """Return the pages that chunks may open, bool [B, 1, R, P].
+
+        Args:
+            call: With the keys.
+            start: int64 [B, 1, R, 1], the first token of each chunk.
+        """
+        starts = self._find_page_starts(call)
         stops = starts + self.page
         # Only whole pages before the near tokens, so that a choice depends on no later token.
-        candidates = stops <= opening
+        candidates = stops <= self.opening(start)
         if call.lengths is not None:
             lengths = call.lengths[:, None, None, None]
             # Without causality also the pages after the near tokens. The last page may be
             # incomplete.
-            candidates = candidates | ((starts >= closing) & (starts < lengths))
+            candidates = candidates | ((starts >= self.closing(start)) & (starts < lengths))
             stops = stops.minimum(lengths)
-            inside = torch.arange(pages.shape[3], device=pages.device)
-            real = (starts[:, None] + inside < lengths)[..., None]
         # A page of sinks only is seen anyway.
         candidates = candidates & (stops > self.sinks)
         if call.window is not None:
             # A cache with a window may have dropped a page, or drop it before the chunk ends.
             # Whether it has must not change the choice, so such a page is no candidate.
-            candidates = candidates & (starts >= chunks.start + self.chunk - call.window)
+            candidates = candidates & (starts >= start + self.chunk - call.window)
             if not call.is_causal:
-                candidates = candidates & (stops <= chunks.start + call.window)
-        chunks.check_known(call, candidates)
-        scores = self.score_pages(chunks.query, pages, real)
-        shape = (*chunks.query.shape[:3], pages.shape[2])
+                candidates = candidates & (stops <= start + call.window)
+        return candidates
+
+    def select_pages(self, call: RuleCall, query: Tensor, candidates: Tensor) -> Tensor:
+        """Return the candidates with the largest scores, bool [B, H, R, P].
+
+        Args:
+            call: With the keys.
+            query: [B, H, R, d], the selecting vector of each chunk.
+            candidates: From `find_candidates`.
+        """
+        pages = split_pages(call.key, self.page)
+        real = None
+        if call.lengths is not None:
+            inside = torch.arange(pages.shape[3], device=pages.device)
+            tokens = self._find_page_starts(call)[:, None] + inside
+            real = (tokens < call.lengths[:, None, None, None])[..., None]
+        scores = self.score_pages(query, pages, real)
+        shape = (*query.shape[:3], pages.shape[2])
         self._check_scores(scores, shape)
-        chosen = select_best(scores.expand(shape), candidates, self.top)
-        return Choice(chunks=chunks, pages=chosen, opening=opening, closing=closing)
+        return select_best(scores.expand(shape), candidates, self.top)
+
+    def _find_page_starts(self, call: RuleCall) -> Tensor:
+        """Return the first token of each page, int64 [P]."""
+        pages = split_pages(call.key, self.page).shape[2]
+        return torch.arange(pages, device=call.key.device) * self.page
 
     def _check_scores(self, scores: Tensor, shape: tuple[int, ...]) -> None:
         """Raise if the scores of a subclass do not fit [batch, heads, chunks, pages]."""
@@ -244,10 +275,10 @@ class PageRule(SelectingRule):
             int32 [B, H, chunks, most], as the kernel reads them. Chunk 0 is the chunk of the first
             real query. Lists are padded with -1.
         """
-        choice, count = self.choose_pages(call), len(queries)
+        chunks, count = split_chunks(call, self.chunk, self.query), len(queries)
         asked = slice(call.earlier + queries.start, call.earlier + queries.stop)
         place = call.place[:, asked]
-        of_query = choice.chunks.of_query[:, asked]
+        of_query = chunks.of_query[:, asked]
         real = place >= 0
         # The first real query of each row of the batch, and its place in the text.
         index = real.int().argmax(1, keepdim=True)
@@ -259,18 +290,32 @@ class PageRule(SelectingRule):
         is_there = query < count
         query = query.clamp_max(count - 1)
         is_there = is_there & real.gather(1, query)
-        rows = of_query.gather(1, query)[:, None, :, None]
-        chosen = choice.pages.gather(
-            2, rows.expand(-1, choice.pages.shape[1], -1, choice.pages.shape[3])
-        )
-        chosen = chosen & is_there[:, None, :, None]
+        rows = of_query.gather(1, query)
+        # A few chunks at a time: scores and marks have a number for each chunk and page.
+        pages = -(-call.key.shape[2] // limit_to_text(self.page, call.key.shape[2]))
+        step = max(1, MOST_SCORES // max(1, call.query.shape[0] * call.query.shape[1] * pages))
+        pairs = zip(rows.split(step, 1), is_there.split(step, 1), strict=True)
+        return torch.cat([self._list_chunks(call, chunks.take(r), there) for r, there in pairs], 2)
+
+    def _list_chunks(self, call: RuleCall, chunks: Chunks, is_there: Tensor) -> Tensor:
+        """Return the pages that some chunks choose, int32 [B, H, R, most].
+
+        Args:
+            call: With all queries.
+            chunks: The chunks.
+            is_there: Bool [B, R], False for chunks whose lists stay empty.
+        """
+        is_there = is_there[:, None, :, None]
+        candidates = self.find_candidates(call, chunks.start) & is_there
+        call.check_chosen(chunks.known | ~candidates.any(-1)[:, 0])
+        chosen = self.select_pages(call, chunks.query, candidates)
         # Turn marks into numbers: pages that are not chosen get the largest number, so that sorting
         # puts them last.
         pages = chosen.shape[3]
         most = min(self.top, call.key.shape[2] // self.page)
-        number = torch.arange(pages, device=chosen.device).where(chosen, pages)
+        number = torch.arange(pages, dtype=torch.int32, device=chosen.device).where(chosen, pages)
         listed = number.sort(-1).values[..., :most]
-        return listed.masked_fill(listed == pages, -1).to(torch.int32)
+        return listed.masked_fill(listed == pages, -1)
 
 
 @sparse_rule("pages")

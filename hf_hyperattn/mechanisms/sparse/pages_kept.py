@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import selected
-from ...engines.cpu.selected import shapes_of_choice
-from ...engines.selected import BY, KEPT, HeadRule
+from ...engines.selected import BY, KEPT, HeadRule, shapes_of_choice
 from ...engines.selection import Lists, Summaries
 from ..selection.cache import Blocks, KeptWithKeys, LayerCache
 

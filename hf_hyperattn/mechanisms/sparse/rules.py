@@ -103,7 +103,10 @@ class RuleCall:
             ValueError: A real query of this call is not known.
         """
         # Padding selects nothing, and the results of earlier queries are not used.
-        known = (known | (self.place < 0))[:, self.earlier :]
+        self.check_chosen((known | (self.place < 0))[:, self.earlier :])
+
+    def check_chosen(self, known: Tensor) -> None:
+        """Raise as `check` does if any element of `known` is False; of any shape."""
         if can_read(known) and not bool(known.all()):
             raise ValueError(
                 "a sparse rule selects by queries before those of this call, which are not known: the cache was "

@@ -70,6 +70,21 @@ class Chunks:
         index = self.of_query[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3])
         return rows.expand(len(index), -1, -1, -1).gather(2, index)
 
+    def take(self, rows: Tensor) -> Chunks:
+        """Return some of the chunks; `of_query` stays as it is.
+
+        Args:
+            rows: int64 [B, R], the numbers of the chunks.
+        """
+        index = rows[:, None, :, None]
+        heads, width = self.query.shape[1], self.query.shape[-1]
+        return Chunks(
+            query=self.query.gather(2, index.expand(-1, heads, -1, width)),
+            start=self.start.expand(len(rows), -1, -1, -1).gather(2, index),
+            known=self.known.expand(len(rows), -1).gather(1, rows),
+            of_query=self.of_query,
+        )
+
     def check_known(self, call: RuleCall, candidates: Tensor) -> None:
         """Raise if a query would choose among candidates by queries that are unknown.
 

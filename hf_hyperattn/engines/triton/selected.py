@@ -1,0 +1,260 @@
+"""Launch the kernels for attention to listed keys.
+
+Here you learn how a call is split into launches, so that tables stay small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..selected import HeadRule, SelectedKernel, differentiate_sinks, list_shapes
+from ..selection import Lists
+from .configs import pad_width
+from .forward import combine_parts
+from .launch import (
+    count_parts,
+    make_rows_dense,
+    sum_shared_heads,
+    use_device,
+    with_strides,
+)
+from .listed import listed_backward_key, listed_backward_query, listed_forward
+from .tables import (
+    COLUMNS,
+    LEAST_BYTES,
+    SHARE,
+    ListedRules,
+    Tables,
+    find_readers,
+    group_rules,
+    split_blocks,
+)
+
+#: Up to this many queries, the keys of a block are shared out to several programs.
+FEW = 16
+
+
+class ListedCall:
+    """The arguments of a call in the layout that the kernels read.
+
+    Args: As in `SelectedKernel`.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        chosen: Tensor,
+        rules: Sequence[int],
+        spans: Sequence[int],
+        offset: int,
+        scale: float,
+        softcap: float,
+        window: int,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+    ):
+        self.query = make_rows_dense(query)
+        self.key, self.value = (make_heads_compact(t) for t in (key, value))
+        self.batch, self.heads, self.n, self.d = query.shape
+        self.kv_heads, self.m = key.shape[1:3]
+        self.dv = value.shape[-1]
+        self.offset = offset
+        self.sinks = None if sinks is None else sinks.float().contiguous()
+        self.bias = None if bias is None else make_rows_dense(bias.float())
+        self.chosen = Lists(chosen, list_shapes(rules, self.n, self.m))
+        width = len(HeadRule._fields)
+        of_heads = [HeadRule(*rules[i : i + width]) for i in range(0, len(rules), width)]
+        self.groups = group_rules(of_heads, self.n, query.device)
+        self.starts = list(spans[: self.batch])
+        self.spans = torch.tensor(list(spans), dtype=torch.int32, device=query.device)
+        self.spans = self.spans.unflatten(0, (2, self.batch))
+        tensors = self.query, self.key, self.value
+        used = sum(t.numel() * t.element_size() for t in tensors)
+        self.most_bytes = max(LEAST_BYTES, int(used * SHARE))
+        # Padding before the first real query, and blocks without queries, are not computed.
+        self.is_padded = any(start > offset for start in self.starts)
+        self.settings = {
+            "Q": with_strides(self.query),
+            "K": with_strides(self.key),
+            "V": with_strides(self.value),
+            "SPANS": self.spans,
+            "BIAS": (None, (0, 0)) if self.bias is None else (self.bias, self.bias.stride()[:2]),
+            "batch": self.batch,
+            "heads": self.heads,
+            "n": self.n,
+            "m": self.m,
+            "row_step": self.batch * self.heads * self.n,
+            "offset": offset,
+            "window": window,
+            "scale": scale,
+            "softcap": softcap,
+            "PLAIN": not softcap and bias is None and scale > 0,
+            "D": self.d,
+            "DV": self.dv,
+            "GROUP": self.heads // self.kv_heads,
+            "CAPPED": softcap != 0,
+            "WINDOWED": window != 0,
+            "BD": pad_width(self.d),
+            "BDV": pad_width(self.dv),
+            "BN": COLUMNS,
+        }
+
+    def list_launches(self) -> Iterator[tuple[ListedRules, Tables, dict[str, Any]]]:
+        """Yield the heads and tables of each launch, and all arguments that kernels share."""
+        for group in self.groups:
+            parts = split_blocks(
+                group,
+                self.chosen,
+                self.spans,
+                self.starts,
+                self.offset,
+                self.n,
+                self.m,
+                self.most_bytes,
+            )
+            for tables in parts:
+                yield (
+                    group,
+                    tables,
+                    self.settings
+                    | {
+                        "TABLES": (tables.bits, tables.listed, tables.counts),
+                        "RULES": group.numbers,
+                        "members": len(group.heads),
+                        "pages": tables.bits.shape[3],
+                        "blocks": tables.blocks,
+                        "first_block": tables.first,
+                        "PAGE": group.page,
+                        "BM": group.rows,
+                        **choose_options(max(pad_width(self.d), pad_width(self.dv)), self.query),
+                    },
+                )
+
+
+def make_heads_compact(t: Tensor) -> Tensor:
+    """Return keys or values whose heads end below 2^31 numbers: `load_rows` counts in int32."""
+    t = make_rows_dense(t)
+    return t if t.shape[2] * t.stride(2) < 2**31 else t.contiguous()
+
+
+def choose_options(width: int, like: Tensor) -> dict[str, int]:
+    """Return the launch options for vectors of a padded width, in the dtype of `like`."""
+    # Two tiles in flight hide the wait for keys from scattered places, if shared memory has room.
+    stages = 2 if width * like.element_size() <= 256 else 1
+    return {"num_warps": 4 if width <= 128 else 8, "num_stages": stages}
+
+
+def compute_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Tensor,
+    rules: Sequence[int],
+    spans: Sequence[int],
+    offset: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention; see `compute` of `SelectedKernel`. The output has the query's dtype."""
+    call = ListedCall(
+        query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias
+    )
+    shape = call.batch, call.heads, call.n
+    make = query.new_zeros if call.is_padded else query.new_empty
+    out = make((*shape, call.dv))
+    # Rows of padding keep a largest logit of +inf, which makes their weights 0 in backward.
+    lse = query.new_full((2, *shape), float("inf"), dtype=torch.float32)
+    lse[1] = 0
+    if not out.numel():
+        return out, lse
+    with use_device(query.device):
+        parts, written = 1, {"OUT": out, "LSE": lse, "SUM": None}
+        if call.n <= FEW:
+            parts = count_parts(call.m, call.batch * call.heads, query.device)
+        if parts > 1:
+            written = {
+                "OUT": query.new_zeros((parts, *shape, call.dv), dtype=torch.float32),
+                "LSE": query.new_full((parts, *shape), float("-inf"), dtype=torch.float32),
+                "SUM": query.new_zeros((parts, *shape), dtype=torch.float32),
+            }
+        for group, tables, arguments in call.list_launches():
+            programs = call.batch * len(group.heads) * tables.blocks * parts
+            listed_forward[(programs,)](**arguments, **written, SINKS=call.sinks, PARTS=parts)
+        if parts > 1:
+            combine_parts[(lse[0].numel(),)](
+                OUT=out,
+                LSE=lse,
+                SUM=written["SUM"],
+                PART_OUT=written["OUT"],
+                PART_TOP=written["LSE"],
+                row_step=lse[0].numel(),
+                PARTS=parts,
+                FUSED=False,
+                DV=call.dv,
+                BP=triton.next_power_of_2(parts),
+                BDV=pad_width(call.dv),
+            )
+    return out, lse
+
+
+def compute_gradients(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Tensor,
+    rules: Sequence[int],
+    spans: Sequence[int],
+    offset: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and sinks; see `SelectedKernel`."""
+    call = ListedCall(
+        query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias
+    )
+    # The kernels multiply in the dtype of the values.
+    grad = make_rows_dense(grad.to(value.dtype))
+    delta = (grad.float() * out).sum(-1)
+    make = torch.zeros if call.is_padded else torch.empty
+    d_query = make(query.shape, dtype=query.dtype, device=query.device)
+    # Query heads that share a key head have sums of their own, in float32 until they are added.
+    d_key = query.new_zeros((*query.shape[:2], call.m, call.d), dtype=torch.float32)
+    d_value = query.new_zeros((*query.shape[:2], call.m, call.dv), dtype=torch.float32)
+    with use_device(query.device):
+        for group, tables, arguments in call.list_launches():
+            arguments |= {"GRAD": with_strides(grad), "LSE": lse, "DELTA": delta}
+            programs = call.batch * len(group.heads)
+            listed_backward_query[(programs * tables.blocks,)](**arguments, D_Q=d_query)
+            readers = find_readers(group, tables, call.spans, offset, call.n, call.m)
+            listed_backward_key[(programs * -(-call.m // COLUMNS),)](
+                **arguments, READERS=readers, D_K=d_key, D_V=d_value
+            )
+    return (
+        d_query,
+        sum_shared_heads(d_key, call.kv_heads).to(key.dtype),
+        sum_shared_heads(d_value, call.kv_heads).to(value.dtype),
+        differentiate_sinks(grad, sinks, out, lse),
+    )
+
+
+#: Attention on a GPU, as a function and as an operator.
+kernel = SelectedKernel(
+    "hf_hyperattn::triton_selected", compute_attention, compute_gradients, None, "triton", COLUMNS
+)
+selected_attention = kernel.attend

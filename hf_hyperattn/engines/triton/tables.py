@@ -1,0 +1,264 @@
+"""Tables that tell the kernels of listed.py which keys a block of queries sees.
+
+Here you learn how the rules of heads and their chosen pages become bits and lists of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ..selected import HeadRule
+from ..selection import Lists
+from .listed import write_lists
+
+#: Keys of a tile. A page fits into a tile.
+COLUMNS = 64
+#: Pages of heads whose rules choose none; they are listed only for the first keys.
+NO_PAGE = 16
+#: A number that stands for all keys in int32.
+ALL = 2**30
+#: Chunks of a block that have a bit.
+BITS = 32
+#: Bytes of tables that exist at one time, at least. Longer texts are computed in several launches.
+LEAST_BYTES = 2**25
+#: The same, as a share of the bytes of queries, keys, values and outputs.
+SHARE = 1 / 16
+#: Pages that a program of `write_lists` reads at a time.
+WIDTH = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class ListedRules:
+    """The heads of one launch, whose pages have one size.
+
+    Args:
+        heads: Index of each query head.
+        rules: Rule of each head.
+        page: Keys of a page.
+        rows: Queries of a block.
+        numbers: int32 [members, 5]: the head, `near`, `sinks`, `chunk`, and the number of which
+            the first near position is a multiple.
+    """
+
+    heads: tuple[int, ...]
+    rules: tuple[HeadRule, ...]
+    page: int
+    rows: int
+    numbers: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The pages of some blocks of queries.
+
+    Args:
+        first: Number of the first block; block 0 has the first real query.
+        blocks: Number of blocks.
+        bits: int32 [B, members, blocks, pages]. Bit u of a page says whether chunk u of the block
+            has chosen it.
+        listed: int32 [B, members, blocks, pages, 2]: pages in the order in which the kernel reads
+            them, each with its bits.
+        counts: int32 [B, members, blocks, 2]: number of pages that all queries of the block see as
+            a whole, and number of all listed pages.
+    """
+
+    first: int
+    blocks: int
+    bits: Tensor
+    listed: Tensor
+    counts: Tensor
+
+
+def group_rules(rules: Sequence[HeadRule], queries: int, device: torch.device) -> list[ListedRules]:
+    """Return the launches that compute all heads.
+
+    Heads with pages of one size share a launch if their blocks have the same size.
+
+    Args:
+        rules: One for each head.
+        queries: Number of queries.
+        device: Of the tensors of the call.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for head, rule in enumerate(rules):
+        about = rule.page or NO_PAGE, count_rows(rule, queries)
+        groups.setdefault(about, []).append(head)
+    found = []
+    for (page, rows), heads in groups.items():
+        numbers = []
+        for head in heads:
+            rule = rules[head]
+            # Without pages each query has near keys of its own.
+            chunk, step = (rule.chunk, rule.page) if rule.page else (1, 1)
+            numbers.append([head, min(rule.near, ALL), min(rule.sinks, ALL), chunk, step])
+        found.append(
+            ListedRules(
+                heads=tuple(heads),
+                rules=tuple(rules[h] for h in heads),
+                page=page,
+                rows=rows,
+                numbers=torch.tensor(numbers, dtype=torch.int32, device=device),
+            )
+        )
+    return found
+
+
+def count_rows(rule: HeadRule, queries: int) -> int:
+    """Return the number of queries of a block: 64, or fewer if their chunks need more bits."""
+    if queries <= 16:
+        return 16
+    if not rule.page:
+        return 64
+    for rows in (64, 32):
+        # Blocks begin at multiples of their size. Their first chunk may be cut.
+        chunks = rows // rule.chunk if rows % rule.chunk == 0 else (rows - 2) // rule.chunk + 2
+        if chunks <= BITS:
+            return rows
+    return 16
+
+
+def split_blocks(
+    group: ListedRules,
+    chosen: Lists,
+    spans: Tensor,
+    starts: Sequence[int],
+    offset: int,
+    queries: int,
+    keys: int,
+    most_bytes: int,
+) -> Iterator[Tables]:
+    """Yield the tables of all blocks, a few blocks at a time.
+
+    Args:
+        group: The heads.
+        chosen: Pages of each chunk, of all heads of the call.
+        spans: int32 [2, B], the starts and the stops.
+        starts: First real key of each row of the batch.
+        offset: Position of query 0 among the keys.
+        queries, keys: N and M.
+        most_bytes: Tables that exist at one time have about this many bytes.
+    """
+    batch, members = spans.shape[1], len(group.heads)
+    pages = max(1, keys // group.page)
+    # The first real query may be the last of its block.
+    blocks = (queries + group.rows - 2) // group.rows + 1
+    of_block = 12 * batch * members * pages
+    step = max(1, min(blocks, most_bytes // of_block))
+    for first in range(0, blocks, step):
+        count = min(step, blocks - first)
+        bits = mark_pages(group, chosen, starts, offset, first, count, pages)
+        listed = bits.new_empty(*bits.shape, 2)
+        counts = bits.new_empty(*bits.shape[:3], 2)
+        write_lists[(batch * members * count,)](
+            TABLES=(bits, listed, counts),
+            RULES=group.numbers,
+            SPANS=spans,
+            batch=batch,
+            members=members,
+            n=queries,
+            pages=pages,
+            blocks=count,
+            first_block=first,
+            offset=offset,
+            PAGE=group.page,
+            BM=group.rows,
+            WIDTH=min(WIDTH, triton.next_power_of_2(pages)),
+        )
+        yield Tables(first=first, blocks=count, bits=bits, listed=listed, counts=counts)
+
+
+def mark_pages(
+    group: ListedRules,
+    chosen: Lists,
+    starts: Sequence[int],
+    offset: int,
+    first: int,
+    blocks: int,
+    pages: int,
+) -> Tensor:
+    """Return the bits of some blocks, int32 [B, members, blocks, pages].
+
+    Args:
+        group, chosen, starts, offset: As in `split_blocks`.
+        first: Number of the first block.
+        blocks: Number of blocks.
+        pages: Number of pages.
+    """
+    device = chosen.rows.device
+    # One more page takes the entries of empty places in the lists.
+    bits = torch.zeros(
+        len(starts), len(group.heads), blocks, pages + 1, dtype=torch.int32, device=device
+    )
+    tables = chosen.of_heads()
+    # Position of the first real query of each row of the batch, and of the first query of a block.
+    begin = torch.tensor([max(0, offset - start) for start in starts], device=device)[:, None]
+    block = torch.arange(first, first + blocks, device=device)
+    base = (begin // group.rows + block) * group.rows
+    for member, (head, rule) in enumerate(zip(group.heads, group.rules, strict=True)):
+        table = tables[head]
+        if not rule.page or not table.shape[2]:
+            continue
+        own = base // rule.chunk
+        last = (base + group.rows - 1) // rule.chunk
+        bit = torch.arange(min(BITS, (group.rows - 2) // rule.chunk + 2), device=device)
+        chunk = own[..., None] + bit
+        # Chunk 0 of the table is the chunk of the first real query.
+        row = chunk - begin[..., None] // rule.chunk
+        is_there = (row >= 0) & (row < table.shape[1]) & (chunk <= last[..., None])
+        index = row.clamp(0, table.shape[1] - 1).flatten(1)[..., None]
+        listed = table.gather(1, index.expand(-1, -1, table.shape[2])).long()
+        listed = listed.where(is_there.flatten(1)[..., None] & (listed >= 0), pages)
+        # 1 << 31 is the sign of an int32.
+        value = (1 << bit).to(torch.int32)[:, None].expand(len(bit), table.shape[2])
+        value = value.expand(len(starts), blocks, -1, -1).flatten(2)
+        # A chunk lists a page once, so the sum of its bits is their union.
+        bits[:, member].scatter_add_(2, listed.unflatten(1, (blocks, -1)).flatten(2), value)
+    return bits[..., :pages].contiguous()
+
+
+def find_readers(
+    group: ListedRules,
+    tables: Tables,
+    spans: Tensor,
+    offset: int,
+    queries: int,
+    keys: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the blocks that see some key of each tile of keys.
+
+    Args:
+        group, spans, offset, queries, keys: As in `split_blocks`.
+        tables: Of the blocks.
+
+    Returns:
+        int32 [B, members, tiles, blocks], the numbers of the blocks in the tables, in ascending
+        order; and int32 [B, members, tiles], how many there are.
+    """
+    device = spans.device
+    tiles = -(-keys // COLUMNS)
+    # A page lies in one tile, or in two.
+    page = torch.arange(tables.bits.shape[3], device=device)
+    is_chosen = (tables.bits != 0).to(torch.int32)
+    reads = is_chosen.new_zeros(*is_chosen.shape[:3], tiles)
+    for key in (page * group.page, page * group.page + group.page - 1):
+        reads.index_add_(3, key // COLUMNS, is_chosen)
+
+    _, near, sinks, chunk, step = group.numbers.long().mT[..., None, None]
+    begin = (offset - spans[0].long()).clamp_min(0)[:, None, None, None]
+    block = torch.arange(tables.first, tables.first + tables.blocks, device=device)[:, None]
+    base = (begin // group.rows + block) * group.rows
+    first = base.maximum(begin)
+    last = (base + group.rows).minimum(queries + offset - spans[0].long()[:, None, None, None]) - 1
+    near_begin = (first // chunk * chunk - near + 1).clamp_min(0) // step * step
+    lengths = (spans[1] - spans[0]).long()[:, None, None, None]
+    near_begin = near_begin.minimum(lengths // group.page * group.page)
+    tile = torch.arange(tiles, device=device) * COLUMNS
+    is_read = (reads > 0) | (tile < sinks) | (tile + COLUMNS > near_begin)
+    is_read = (is_read & (tile <= last) & (last >= first)).transpose(2, 3)
+    order = is_read.logical_not().to(torch.int8).sort(dim=-1, stable=True).indices.to(torch.int32)
+    return order.contiguous(), is_read.sum(-1, dtype=torch.int32)

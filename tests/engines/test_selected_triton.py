@@ -1,0 +1,180 @@
+"""The Triton kernels for listed keys against the definition: a mask, and softmax in float64.
+
+Without a GPU they run in Triton's interpreter; test_triton_modes.py starts a process for it.
+"""
+
+import random
+
+import pytest
+import torch
+
+from hf_hyperattn.engines.selected import HeadRule
+from tests.engines.test_selected_native import RULES, SHAPES, any_rule, defined, inputs, some_pages
+from tests.engines.test_triton import devices, slow
+
+pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.extras
+#: More rules: many chunks in a block, chunks longer than one, odd sizes of chunks and pages, many first keys.
+MORE_RULES = [
+    *RULES,
+    HeadRule(30, 21, page=10, chunk=24, top=3),
+    HeadRule(5, 0, page=64, chunk=128, top=1),
+    HeadRule(1, 37, page=16, chunk=2, top=2),
+    HeadRule(9, 1, page=5, chunk=3, top=4),
+]
+
+
+def attend(device, q, k, v, rules, chosen, spans, **settings):
+    from hf_hyperattn.engines.selection import Lists
+    from hf_hyperattn.engines.triton.selected import selected_attention
+
+    chosen = Lists(chosen.rows.to(device), chosen.shapes)
+    moved = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()
+    }
+    return selected_attention(
+        *(t.to(device) for t in (q, k, v)), rules, chosen, spans=spans, **moved
+    ).cpu()
+
+
+def mostly_slow(*fast):
+    """All shapes; those that are not named take too long in the interpreter for every run."""
+    names = [name if name in fast else pytest.param(name, marks=slow) for name in SHAPES]
+    return pytest.mark.parametrize("name", names)
+
+
+@devices
+@pytest.mark.parametrize("alike", [False, True], ids=["", "alike"])
+@mostly_slow("padded", "three queries")
+def test_forward_is_the_definition(device, name, alike):
+    q, k, v, rules, chosen, offset, spans = inputs(name, MORE_RULES, 2, alike, alike)
+    out = attend(device, q, k, v, rules, chosen, spans, offset=offset)
+    expected = defined(q, k, v, rules, chosen, offset, spans)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@devices
+@mostly_slow("short padded cache")
+def test_gradient_is_that_of_the_definition(device, name):
+    *tensors, rules, chosen, offset, spans = inputs(name, MORE_RULES)
+    q, k, v = (t.requires_grad_() for t in tensors)
+    sinks = torch.randn(len(rules), requires_grad=True)
+    settings = {"softcap": 3.0, "window": 60, "sinks": sinks}
+    bias = torch.randn(len(q), len(rules), k.shape[2])
+    out = attend(device, q, k, v, rules, chosen, spans, offset=offset, bias=bias, **settings)
+    expected = defined(q, k, v, rules, chosen, offset, spans, bias=bias, **settings)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(out.shape)
+    got = torch.autograd.grad(out, (q, k, v, sinks), grad)
+    wanted = torch.autograd.grad(expected, (q, k, v, sinks), grad.double())
+    for g, e in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(device, dtype):
+    *tensors, rules, chosen, offset, spans = inputs("later")
+    q, k, v = (t.to(dtype).requires_grad_() for t in tensors)
+    out = attend(device, q, k, v, rules, chosen, spans, offset=offset)
+    assert out.dtype == dtype
+    expected = defined(q, k, v, rules, chosen, offset, spans)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-2)
+    grad = torch.randn(out.shape)
+    got = torch.autograd.grad(out, (q, k, v), grad.to(dtype))
+    wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
+    for g, e in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g.double(), e.double(), rtol=6e-2, atol=6e-2)
+
+
+@devices
+@slow
+def test_small_tables_change_nothing(device, monkeypatch):
+    """Long texts are computed in several launches; the sums of keys' gradients go on from one to the next."""
+    from hf_hyperattn.engines.triton import selected
+
+    *tensors, rules, chosen, offset, spans = inputs("square", MORE_RULES)
+    q, k, v = (t.requires_grad_() for t in tensors)
+    found = []
+    for least in (2**25, 1):
+        monkeypatch.setattr(selected, "LEAST_BYTES", least)
+        monkeypatch.setattr(selected, "SHARE", 0)
+        out = attend(device, q, k, v, rules, chosen, spans, offset=offset)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[0][0], found[1][0])
+
+
+@devices
+@slow
+@pytest.mark.parametrize("seed", range(40))
+def test_any_rules_at_any_place(device, seed):
+    pick = random.Random(seed)
+    torch.manual_seed(seed)
+    rules, alike = [any_rule(pick), any_rule(pick)], pick.random() < 0.5
+    d, dv = (pick.choice((64, 16, 31)) for _ in "kv")
+    queries, keys = pick.randint(1, 150), pick.randint(1, 240)
+    offset, start = pick.randint(0, keys), pick.choice((0, pick.randint(0, keys)))
+    spans = [0, start], [keys, pick.choice((keys, pick.randint(start, keys)))]
+    q, k, v = torch.randn(2, 2, queries, d), torch.randn(2, 1, keys, d), torch.randn(2, 1, keys, dv)
+    chosen = some_pages(rules, queries, keys, offset, spans, alike)
+    window = pick.choice((None, None, keys, max(1, keys // 2)))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attend(device, q, k, v, rules, chosen, spans, offset=offset, window=window)
+    expected = defined(q, k, v, rules, chosen, offset, spans, window=window)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(out.shape)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
+    for g, e in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
+
+
+@devices
+def test_sparse_rules_take_the_kernel(device, monkeypatch):
+    """By name of the engine on a CPU, by themselves on a GPU; nothing of them runs under a mask."""
+    from hf_hyperattn.functional import sparse_attention
+    from hf_hyperattn.mechanisms.sparse import compiled, functional
+    from hf_hyperattn.rules import Pages, Window
+
+    def fail(*arguments, **named):
+        raise AssertionError("a mask of all pairs")
+
+    rules = (
+        Pages(near=9, sinks=3, page=4, top=3, summary="mean", query="previous", chunk=16),
+        Pages(near=5, sinks=1, page=1, top=7, query="first", chunk=8, channels=0.5),
+        Window(near=12, sinks=2),
+        Pages(near=20, page=16, top=2),
+    )
+    q, k, v = (torch.randn(2, heads, 150, 32, device=device) for heads in (4, 2, 2))
+    real = torch.ones(2, 1, 1, 150, dtype=torch.bool, device=device)
+    real[0, ..., :31] = False
+    real[1, ..., 140:] = False
+    mask = real & torch.ones(150, 150, dtype=torch.bool, device=device).tril()
+    expected = sparse_attention(
+        q, k, v, rules=rules, attn_mask=mask, is_causal=True, enable_gqa=True, backend="reference"
+    )
+    monkeypatch.setattr(functional, "mask_by_rules", fail)
+    monkeypatch.setattr(compiled, "attend_by_masks", fail)
+    backend = "auto" if device == "cuda" else "triton"
+    out = sparse_attention(
+        q, k, v, rules=rules, attn_mask=mask, is_causal=True, enable_gqa=True, backend=backend
+    )
+    # Padded queries have no place in a text.
+    seen = real[:, 0, 0][:, None, :, None]
+    torch.testing.assert_close(out * seen, expected * seen, rtol=1e-5, atol=1e-5)
+
+
+@devices
+def test_pages_that_no_tile_holds_run_under_a_mask(device):
+    from hf_hyperattn.functional import sparse_attention
+    from hf_hyperattn.rules import Pages, Window
+
+    rules = (Pages(page=80, top=1, near=3), Window(near=4))
+    q, k, v = (torch.randn(1, 2, 200, 16, device=device) for _ in "qkv")
+    found = [
+        sparse_attention(q, k, v, rules=rules, is_causal=True, backend=backend)
+        for backend in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
