@@ -108,3 +108,11 @@ def test_the_site_builds(tmp_path):
     assert built.returncode == 0, built.stderr
     page = (tmp_path / "api" / "functional.html").read_text(encoding="utf-8")
     assert "hf_hyperattn.functional.cone_attention" in page
+
+
+@pytest.mark.parametrize("mechanism", [m["name"] for m in ha.list_mechanisms()])
+def test_pages_of_mechanisms_have_the_same_headings(mechanism):
+    page = (ROOT / "docs" / f"{mechanism}.md").read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == ["Use", "Parameters", "Definition", "Limits", "Evidence"]
