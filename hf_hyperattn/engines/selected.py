@@ -144,6 +144,10 @@ class SelectedKernel:
         returned: Dtype of the output of `compute`; None: that of the query.
         backend: Name of the engine, for errors.
         largest_page: Most keys of a page that the kernel computes; None: any number.
+
+    Attributes:
+        chooses_pages: Whether the engine has a function that chooses the pages of `Pages`: the
+            compiled library for CPUs has one. For other kernels torch chooses.
     """
 
     def __init__(
@@ -157,6 +161,7 @@ class SelectedKernel:
     ):
         self.compute = compute
         self.largest_page = largest_page
+        self.chooses_pages = backend == "cpu"
         self.operator = torch.library.custom_op(name, compute, mutates_args=())
         gradients = torch.library.custom_op(f"{name}_backward", differentiate, mutates_args=())
 

@@ -46,9 +46,11 @@ class PeakBytes(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("length", [8192, 32768])
-def test_a_long_prompt_takes_little_more_memory_than_dense_attention(length, monkeypatch):
+@pytest.mark.slow
+def test_a_long_prompt_takes_little_more_memory_than_dense_attention(monkeypatch):
     from triton.runtime.jit import JITFunction
+
+    length = 32768
 
     monkeypatch.setattr(engine, "find_device_obstacle", lambda *about: None)
     monkeypatch.setattr(JITFunction, "run", lambda *arguments, **named: None)
@@ -58,5 +60,4 @@ def test_a_long_prompt_takes_little_more_memory_than_dense_attention(length, mon
     with torch.no_grad(), PeakBytes(q, k, v) as counted:
         out = sparse_attention(q, k, v, rules=RULES, is_causal=True, backend="triton")
     dense = sum(t.numel() * t.element_size() for t in (q, k, v, out))
-    print(length, counted.peak / dense)
     assert counted.peak <= 1.2 * dense

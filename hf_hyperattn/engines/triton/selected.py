@@ -32,6 +32,7 @@ from .tables import (
     Tables,
     find_readers,
     group_rules,
+    make_tables,
     split_blocks,
 )
 
@@ -106,36 +107,40 @@ class ListedCall:
             "BN": COLUMNS,
         }
 
-    def list_launches(self) -> Iterator[tuple[ListedRules, Tables, dict[str, Any]]]:
-        """Yield the heads and tables of each launch, and all arguments that kernels share."""
+    def list_launches(self) -> Iterator[tuple[ListedRules, int, int]]:
+        """Yield the heads, the first block and the number of blocks of each launch."""
         for group in self.groups:
-            parts = split_blocks(
-                group,
-                self.chosen,
-                self.spans,
-                self.starts,
-                self.offset,
-                self.n,
-                self.m,
-                self.most_bytes,
-            )
-            for tables in parts:
-                yield (
-                    group,
-                    tables,
-                    self.settings
-                    | {
-                        "TABLES": (tables.bits, tables.listed, tables.counts),
-                        "RULES": group.numbers,
-                        "members": len(group.heads),
-                        "pages": tables.bits.shape[3],
-                        "blocks": tables.blocks,
-                        "first_block": tables.first,
-                        "PAGE": group.page,
-                        "BM": group.rows,
-                        **choose_options(max(pad_width(self.d), pad_width(self.dv)), self.query),
-                    },
-                )
+            for launch in split_blocks(group, self.batch, self.n, self.m, self.most_bytes):
+                yield group, *launch
+
+    def make_tables(self, group: ListedRules, first: int, blocks: int) -> Tables:
+        """Return the tables of a launch."""
+        return make_tables(
+            group,
+            self.chosen,
+            self.spans,
+            self.starts,
+            self.offset,
+            self.n,
+            self.m,
+            first,
+            blocks,
+        )
+
+    def list_arguments(self, group: ListedRules, tables: Tables) -> dict[str, Any]:
+        """Return the arguments that all kernels of a launch take."""
+        widest = max(pad_width(self.d), pad_width(self.dv))
+        return self.settings | {
+            "TABLES": (tables.bits, tables.listed, tables.counts),
+            "RULES": group.numbers,
+            "members": len(group.heads),
+            "pages": tables.bits.shape[3],
+            "blocks": tables.blocks,
+            "first_block": tables.first,
+            "PAGE": group.page,
+            "BM": group.rows,
+            **choose_options(widest, self.query),
+        }
 
 
 def make_heads_compact(t: Tensor) -> Tensor:
@@ -187,9 +192,8 @@ def compute_attention(
                 "LSE": query.new_full((parts, *shape), float("-inf"), dtype=torch.float32),
                 "SUM": query.new_zeros((parts, *shape), dtype=torch.float32),
             }
-        for group, tables, arguments in call.list_launches():
-            programs = call.batch * len(group.heads) * tables.blocks * parts
-            listed_forward[(programs,)](**arguments, **written, SINKS=call.sinks, PARTS=parts)
+        for launch in call.list_launches():
+            launch_forward(call, *launch, parts, written)
         if parts > 1:
             combine_parts[(lse[0].numel(),)](
                 OUT=out,
@@ -205,6 +209,53 @@ def compute_attention(
                 BDV=pad_width(call.dv),
             )
     return out, lse
+
+
+# Each launch is a function of its own, so that its tables are gone before the next ones are made.
+
+
+def launch_forward(
+    call: ListedCall, group: ListedRules, first: int, blocks: int, parts: int, written: dict
+) -> None:
+    """Compute the output of some blocks.
+
+    Args:
+        call: The call.
+        group, first, blocks: From `ListedCall.list_launches`.
+        parts: Number of programs that share the keys of a block.
+        written: OUT, LSE and SUM of `listed_forward`.
+    """
+    arguments = call.list_arguments(group, call.make_tables(group, first, blocks))
+    programs = call.batch * len(group.heads) * blocks * parts
+    listed_forward[(programs,)](**arguments, **written, SINKS=call.sinks, PARTS=parts)
+
+
+def launch_backward(
+    call: ListedCall,
+    group: ListedRules,
+    first: int,
+    blocks: int,
+    read: dict,
+    d_query: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+) -> None:
+    """Compute the gradients of the queries of some blocks; add to those of keys and values.
+
+    Args:
+        call: The call.
+        group, first, blocks: From `ListedCall.list_launches`.
+        read: GRAD, LSE and DELTA of the kernels.
+        d_query, d_key, d_value: Written.
+    """
+    tables = call.make_tables(group, first, blocks)
+    arguments = call.list_arguments(group, tables) | read
+    programs = call.batch * len(group.heads)
+    listed_backward_query[(programs * blocks,)](**arguments, D_Q=d_query)
+    readers = find_readers(group, tables, call.spans, call.offset, call.n, call.m)
+    listed_backward_key[(programs * -(-call.m // COLUMNS),)](
+        **arguments, READERS=readers, D_K=d_key, D_V=d_value
+    )
 
 
 def compute_gradients(
@@ -237,14 +288,9 @@ def compute_gradients(
     d_key = query.new_zeros((*query.shape[:2], call.m, call.d), dtype=torch.float32)
     d_value = query.new_zeros((*query.shape[:2], call.m, call.dv), dtype=torch.float32)
     with use_device(query.device):
-        for group, tables, arguments in call.list_launches():
-            arguments |= {"GRAD": with_strides(grad), "LSE": lse, "DELTA": delta}
-            programs = call.batch * len(group.heads)
-            listed_backward_query[(programs * tables.blocks,)](**arguments, D_Q=d_query)
-            readers = find_readers(group, tables, call.spans, offset, call.n, call.m)
-            listed_backward_key[(programs * -(-call.m // COLUMNS),)](
-                **arguments, READERS=readers, D_K=d_key, D_V=d_value
-            )
+        read = {"GRAD": with_strides(grad), "LSE": lse, "DELTA": delta}
+        for launch in call.list_launches():
+            launch_backward(call, *launch, read, d_query, d_key, d_value)
     return (
         d_query,
         sum_shared_heads(d_key, call.kv_heads).to(key.dtype),

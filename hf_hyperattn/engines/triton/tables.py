@@ -5,7 +5,7 @@ Here you learn how the rules of heads and their chosen pages become bits and lis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,23 @@ def count_rows(rule: HeadRule, queries: int) -> int:
 
 
 def split_blocks(
+    group: ListedRules, batch: int, queries: int, keys: int, most_bytes: int
+) -> list[tuple[int, int]]:
+    """Return the first block and the number of blocks of each launch.
+
+    Args:
+        group: The heads.
+        batch, queries, keys: B, N and M.
+        most_bytes: The tables of a launch have about this many bytes.
+    """
+    # The first real query may be the last of its block.
+    blocks = (queries + group.rows - 2) // group.rows + 1
+    of_block = 12 * batch * len(group.heads) * (keys // group.page + 1)
+    step = max(1, min(blocks, most_bytes // of_block))
+    return [(first, min(step, blocks - first)) for first in range(0, blocks, step)]
+
+
+def make_tables(
     group: ListedRules,
     chosen: Lists,
     spans: Tensor,
@@ -130,9 +147,10 @@ def split_blocks(
     offset: int,
     queries: int,
     keys: int,
-    most_bytes: int,
-) -> Iterator[Tables]:
-    """Yield the tables of all blocks, a few blocks at a time.
+    first: int,
+    blocks: int,
+) -> Tables:
+    """Return the tables of some blocks.
 
     Args:
         group: The heads.
@@ -141,35 +159,27 @@ def split_blocks(
         starts: First real key of each row of the batch.
         offset: Position of query 0 among the keys.
         queries, keys: N and M.
-        most_bytes: Tables that exist at one time have about this many bytes.
+        first, blocks: From `split_blocks`.
     """
-    batch, members = spans.shape[1], len(group.heads)
-    pages = max(1, keys // group.page)
-    # The first real query may be the last of its block.
-    blocks = (queries + group.rows - 2) // group.rows + 1
-    of_block = 12 * batch * members * pages
-    step = max(1, min(blocks, most_bytes // of_block))
-    for first in range(0, blocks, step):
-        count = min(step, blocks - first)
-        bits = mark_pages(group, chosen, starts, offset, first, count, pages)
-        listed = bits.new_empty(*bits.shape, 2)
-        counts = bits.new_empty(*bits.shape[:3], 2)
-        write_lists[(batch * members * count,)](
-            TABLES=(bits, listed, counts),
-            RULES=group.numbers,
-            SPANS=spans,
-            batch=batch,
-            members=members,
-            n=queries,
-            pages=pages,
-            blocks=count,
-            first_block=first,
-            offset=offset,
-            PAGE=group.page,
-            BM=group.rows,
-            WIDTH=min(WIDTH, triton.next_power_of_2(pages)),
-        )
-        yield Tables(first=first, blocks=count, bits=bits, listed=listed, counts=counts)
+    bits = mark_pages(group, chosen, starts, offset, first, blocks, keys // group.page + 1)
+    listed = bits.new_empty(*bits.shape, 2)
+    counts = bits.new_empty(*bits.shape[:3], 2)
+    write_lists[(counts.numel() // 2,)](
+        TABLES=(bits, listed, counts),
+        RULES=group.numbers,
+        SPANS=spans,
+        batch=len(starts),
+        members=len(group.heads),
+        n=queries,
+        pages=bits.shape[3],
+        blocks=blocks,
+        first_block=first,
+        offset=offset,
+        PAGE=group.page,
+        BM=group.rows,
+        WIDTH=min(WIDTH, triton.next_power_of_2(bits.shape[3])),
+    )
+    return Tables(first=first, blocks=blocks, bits=bits, listed=listed, counts=counts)
 
 
 def mark_pages(
@@ -184,15 +194,14 @@ def mark_pages(
     """Return the bits of some blocks, int32 [B, members, blocks, pages].
 
     Args:
-        group, chosen, starts, offset: As in `split_blocks`.
+        group, chosen, starts, offset: As in `make_tables`.
         first: Number of the first block.
         blocks: Number of blocks.
-        pages: Number of pages.
+        pages: Number of pages, and one more, which nobody has chosen.
     """
     device = chosen.rows.device
-    # One more page takes the entries of empty places in the lists.
     bits = torch.zeros(
-        len(starts), len(group.heads), blocks, pages + 1, dtype=torch.int32, device=device
+        len(starts), len(group.heads), blocks, pages, dtype=torch.int32, device=device
     )
     tables = chosen.of_heads()
     # Position of the first real query of each row of the batch, and of the first query of a block.
@@ -212,13 +221,15 @@ def mark_pages(
         is_there = (row >= 0) & (row < table.shape[1]) & (chunk <= last[..., None])
         index = row.clamp(0, table.shape[1] - 1).flatten(1)[..., None]
         listed = table.gather(1, index.expand(-1, -1, table.shape[2])).long()
-        listed = listed.where(is_there.flatten(1)[..., None] & (listed >= 0), pages)
+        # The last page takes the entries of empty places in the lists, and forgets them below.
+        listed = listed.where(is_there.flatten(1)[..., None] & (listed >= 0), pages - 1)
         # 1 << 31 is the sign of an int32.
         value = (1 << bit).to(torch.int32)[:, None].expand(len(bit), table.shape[2])
         value = value.expand(len(starts), blocks, -1, -1).flatten(2)
         # A chunk lists a page once, so the sum of its bits is their union.
         bits[:, member].scatter_add_(2, listed.unflatten(1, (blocks, -1)).flatten(2), value)
-    return bits[..., :pages].contiguous()
+    bits[..., -1] = 0
+    return bits
 
 
 def find_readers(
@@ -232,7 +243,7 @@ def find_readers(
     """Return the blocks that see some key of each tile of keys.
 
     Args:
-        group, spans, offset, queries, keys: As in `split_blocks`.
+        group, spans, offset, queries, keys: As in `make_tables`.
         tables: Of the blocks.
 
     Returns:

@@ -35,6 +35,8 @@ EVERYTHING = 2**40
 #: Numbers of keys that rules which choose in torch see at a time: in a prompt, and in decoding, where
 #: a few heads at a time would take longer than the choice itself.
 MOST_NUMBERS, MOST_DECODED = 2**22, 2**26
+#: Queries whose pages are listed at a time, if torch lists them.
+MOST_QUERIES = 4096
 #: For each row of the batch: the first real key, and the index after the last one.
 Spans = tuple[list[int], list[int]]
 
@@ -113,26 +115,31 @@ def attend_by_kernel(
     if len(rest) == query.shape[1]:
         return None
     inputs = convert_inputs(query, key, score, value, options, text)
-    parts = []
-    for heads, (place, queries) in zip(known, stretches, strict=True):
+    is_learned = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (inputs.raw_query, inputs.raw_key, inputs.value)
+    )
+    if not kernel.chooses_pages and not is_learned:
+        stretches, known = cut_stretches(stretches, known)
+
+    def attend_stretch(heads: tuple[HeadRule | None, ...], place: int, queries: range) -> Tensor:
         # Unknown heads get the cheapest rule. Their output is replaced below.
         kernel_rules = [HeadRule(near=1) if rule is None else rule for rule in heads]
         chosen = None
         if any(rule.page for rule in kernel_rules):
-            head_rules = rules.by_length[place][1]
-            # Only the compiled library for CPUs chooses the pages of `Pages` itself.
-            every = kernel is not selected.kernel
+            of_heads = rules.by_length[place][1]
             own = list_pages_by_head(
-                head_rules, query, key, score.scale, text, window, queries, every
+                of_heads, kernel_rules, kernel, query, key, score.scale, text, window, queries
             )
             stop = last - n + queries.stop
-            if every:
-                chosen = put_lists(own, kernel_rules, None, key, len(queries))
-            else:
+            if kernel.chooses_pages:
                 chosen = choose_pages(
                     inputs, kernel_rules, spans, stop, queries, asker, window, own
                 )
-        part = kernel.attend(
+            else:
+                chosen = put_lists(own, kernel_rules, None, key, len(queries))
+            # Only the joined lists stay.
+            del own
+        return kernel.attend(
             inputs.raw_query[:, :, queries.start : queries.stop],
             inputs.raw_key,
             inputs.value,
@@ -146,8 +153,17 @@ def attend_by_kernel(
             sinks=options.sinks,
             bias=inputs.bias,
         )
-        parts.append(part)
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    pairs = list(zip(known, stretches, strict=True))
+    if len(pairs) == 1:
+        out = attend_stretch(known[0], *stretches[0])
+    elif is_learned:
+        out = torch.cat([attend_stretch(heads, *stretch) for heads, stretch in pairs], 2)
+    else:
+        # Parts and their concatenation would hold the output twice.
+        out = query.new_empty(*query.shape[:3], value.shape[3])
+        for heads, (place, queries) in pairs:
+            out[:, :, queries.start : queries.stop] = attend_stretch(heads, place, queries)
     out = zero_hidden_rows(out.to(query.dtype), text.reading)
     # Heads with other rules run under masks, all at once.
     if not rest:
@@ -334,6 +350,23 @@ def split_queries(
     return stretches
 
 
+def cut_stretches(stretches: list[tuple[int, range]], known: list) -> tuple[list, list]:
+    """Cut stretches into pieces of at most `MOST_QUERIES` queries.
+
+    The lists of the pages that their queries choose then take little memory.
+
+    Args:
+        stretches: From `split_queries`.
+        known: Something for each stretch; each piece gets that of its stretch.
+    """
+    pieces, of_pieces = [], []
+    for (place, queries), own in zip(stretches, known, strict=True):
+        for first in range(queries.start, queries.stop, MOST_QUERIES):
+            pieces.append((place, range(first, min(first + MOST_QUERIES, queries.stop))))
+            of_pieces.append(own)
+    return pieces, of_pieces
+
+
 @lru_cache(maxsize=256)
 def translate_rules(
     rules: HeadRules, place: int, dim: int, largest_page: int | None
@@ -472,29 +505,33 @@ def choose_pages(
 
 def list_pages_by_head(
     rules: Rules,
+    kernel_rules: Sequence[HeadRule],
+    kernel: SelectedKernel,
     query: Tensor,
     key: Tensor,
     scale: float,
     text: Text,
     window: int | None,
     queries: range,
-    every: bool = False,
 ) -> dict[int, Tensor]:
     """Return the pages of the heads whose rules choose them in torch.
 
     Args:
         rules: One for each head.
+        kernel_rules: What the kernel computes for each head.
+        kernel: If it does not choose pages itself, `Pages` choose in torch as well.
         query, key, scale, text, window: Of the whole call, as in `attend_by_kernel`.
         queries: A range of the queries of the call.
-        every: Whether `Pages` choose in torch as well.
 
     Returns:
         By head, int32 [B, chunks, most], as `Lists` holds them.
     """
     heads_of: dict[PageRule, list[int]] = {}
     for h, rule in enumerate(rules):
-        own = rule if every and type(rule) is Pages else find_listing_rule(rule)
-        if own is not None:
+        own = find_listing_rule(rule)
+        if not kernel.chooses_pages and type(rule) is Pages:
+            own = rule
+        if own is not None and kernel_rules[h].page:
             heads_of.setdefault(own, []).append(h)
     group = query.shape[1] // key.shape[1]
     # A few heads at a time: rules see float32 keys for each query head.

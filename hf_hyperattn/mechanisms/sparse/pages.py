@@ -33,7 +33,7 @@ Summary = Literal["bounds", "mean"]
 #: that changes them.
 FIXED = ("visible", "opening", "choose_pages", "find_candidates", "select_pages")
 #: Scores that `PageRule.list_pages` computes at a time, at most.
-MOST_SCORES = 2**22
+MOST_SCORES = 2**21
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,12 +309,11 @@ class PageRule(SelectingRule):
         candidates = self.find_candidates(call, chunks.start) & is_there
         call.check_chosen(chunks.known | ~candidates.any(-1)[:, 0])
         chosen = self.select_pages(call, chunks.query, candidates)
-        # Turn marks into numbers: pages that are not chosen get the largest number, so that sorting
-        # puts them last.
+        # Turn marks into numbers: pages that are not chosen get the largest number.
         pages = chosen.shape[3]
         most = min(self.top, call.key.shape[2] // self.page)
         number = torch.arange(pages, dtype=torch.int32, device=chosen.device).where(chosen, pages)
-        listed = number.sort(-1).values[..., :most]
+        listed = number.topk(most, largest=False).values
         return listed.masked_fill(listed == pages, -1)
 
 
@@ -407,4 +406,6 @@ def score_summaries(
 def split_pages(key: Tensor, size: int) -> Tensor:
     """Return keys [B, H, M, d] as pages [B, H, P, size, d], padded with zeros."""
     size = limit_to_text(size, key.shape[2])
-    return pad(key, (0, 0, 0, -key.shape[2] % size)).unflatten(2, (-1, size))
+    missing = -key.shape[2] % size
+    # `pad` would copy the keys in any case.
+    return (pad(key, (0, 0, 0, missing)) if missing else key).unflatten(2, (-1, size))

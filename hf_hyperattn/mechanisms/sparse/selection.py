@@ -198,4 +198,4 @@ def select_best(score: Tensor, candidates: Tensor, top: int) -> Tensor:
     above = score > least
     equal = score == least
     room = top - above.sum(-1, keepdim=True)
-    return (above | (equal & (equal.cumsum(-1) <= room))) & candidates
+    return (above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))) & candidates
