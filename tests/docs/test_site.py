@@ -10,6 +10,7 @@ import pytest
 
 import hf_hyperattn as ha
 from hf_hyperattn import analysis, functional, geometry, inject, testing
+from hf_hyperattn.integration.patching.versions import TESTED
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = "\n".join(
@@ -116,3 +117,10 @@ def test_pages_of_mechanisms_have_the_same_headings(mechanism):
     text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert headings == ["Use", "Parameters", "Definition", "Limits", "Evidence"]
+
+
+def test_tested_versions_are_those_of_the_package():
+    page = (ROOT / "docs" / "status.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\w+) \|.*\| ([\d.]+ to [\d.]+) \|$", page, re.MULTILINE))
+    found = {name.lower(): versions for name, versions in rows.items()}
+    assert {name: " to ".join(bounds) for name, bounds in TESTED.items()}.items() <= found.items()
