@@ -1,4 +1,4 @@
-"""Measure a GPU in about seven minutes: its limits, how close our kernels come, and which of them take the time.
+"""Measure a GPU in about eight minutes: its limits, how close our kernels come, and which of them take the time.
 
     python benchmarks/gpu.py                      all groups in order; each row is written as soon as it is there
     python benchmarks/gpu.py --groups anchors
@@ -12,6 +12,8 @@ Groups:
 - training: forward and backward pass, with the host only.
 - decoding: one query and 8,192 keys, in units of SDPA.
 - kernels: the kernels that one call launches, with their times.
+- sparse: sparse rules by head, prompts and one query, in units of FlashAttention-2 and of SDPA. `share` is the share of
+  the pairs that the rules compute; `choice_ms` is the time without the attention kernels, in which pages are chosen.
 
 Rows of `forward` also hold the error of sampled query rows against the definition in float64.
 If a score fails, its row
@@ -38,6 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_hyperattn import functional
+from hf_hyperattn.rules import Pages, Window
 from hf_hyperattn.utils.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
@@ -307,6 +310,63 @@ def profile_score(machine: Machine, name: str, vectors: list[torch.Tensor]) -> d
     }
 
 
+def choose_rules(tokens: int, heads: int) -> tuple:
+    """Return rules by head as `hyperattn inject` finds them: pages, single keys and windows."""
+    size = tokens // 64
+    kinds = (
+        Pages(128, 4, 16, size // 4, "mean", "previous", 16),
+        Pages(64, 4, 1, 2 * size, "mean", "previous", 16, channels=0.25),
+        Pages(64, 4, 32, size // 8, "bounds", "first", 64),
+        Window(8 * size, 4),
+    )
+    return tuple(kinds[h % len(kinds)] for h in range(heads))
+
+
+def measure_sparse(machine: Machine) -> Iterator[dict]:
+    """Yield the time of sparse rules over torch's attention: prompts, then one query."""
+    long = [Shape(1, 32, 8192, 128), Shape(1, 32, 32768, 128)] if machine.is_gpu else SMALL
+    for shape in long:
+        yield describe_row("prompt", shape) | attempt(measure_rules, machine, shape, None)
+    last = Shape(16, 32, 32768, 128) if machine.is_gpu else SMALL[0]
+    yield describe_row("one query", last) | attempt(measure_rules, machine, last, 1)
+
+
+def measure_rules(machine: Machine, shape: Shape, queries: int | None) -> dict:
+    """Return the times of sparse rules and of torch's attention, and the largest difference from a mask."""
+    rules = choose_rules(shape.tokens, shape.heads)
+    vectors = machine.make_inputs(shape, queries)
+    options = {"rules": rules, "is_causal": True, "first": shape.tokens - (queries or shape.tokens)}
+    attend = partial(functional.sparse_attention, *vectors, backend=machine.backend, **options)
+    backend = machine.fastest if queries is None else None
+    base_call = partial(attend_by, backend) if queries is None else scaled_dot_product_attention
+    with torch.no_grad():
+        base = machine.time_by_clock(lambda: base_call(*vectors))
+        wall = machine.time_by_clock(attend)
+        found = {"base_ms": base, "wall_ms": wall, "over_base": wall / base}
+        found["share"] = statistics.mean(rule.share(shape.tokens) for rule in rules)
+        if machine.is_gpu:
+            found["choice_ms"] = wall - time_kernel(attend, "listed_forward")
+    checked = Shape(1, 4, 1024, 64)
+    few = {"rules": choose_rules(checked.tokens, checked.heads), "is_causal": True}
+    small = [t.float() for t in machine.make_inputs(checked)]
+    ours, masked = (
+        functional.sparse_attention(*small, backend=name, **few)
+        for name in (machine.backend, "reference")
+    )
+    return found | {"error": (ours - masked).abs().max().item()}
+
+
+def time_kernel(call: Callable, name: str) -> float:
+    """Return the milliseconds that kernels of this name take in one call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.key_averages() if e.key.startswith(name)]
+    return sum(e.self_device_time_total for e in events) / 1e3
+
+
 def describe_row(what: str, shape: Shape) -> dict:
     """Return the first columns of a row."""
     return {"what": what, "shape": list(shape)}
@@ -327,6 +387,7 @@ GROUPS: dict[str, Callable[[Machine], Iterator[dict]]] = {
     "kernels": list_kernels,
     "training": measure_training,
     "decoding": measure_decoding,
+    "sparse": measure_sparse,
 }
 
 

@@ -143,7 +143,6 @@ class SelectedKernel:
             last is empty without sinks. Arguments: grad, the results of `compute`, its arguments.
         returned: Dtype of the output of `compute`; None: that of the query.
         backend: Name of the engine, for errors.
-        largest_page: Most keys of a page that the kernel computes; None: any number.
 
     Attributes:
         chooses_pages: Whether the engine has a function that chooses the pages of `Pages`: the
@@ -157,10 +156,8 @@ class SelectedKernel:
         differentiate: Callable,
         returned: torch.dtype | None,
         backend: str,
-        largest_page: int | None,
     ):
         self.compute = compute
-        self.largest_page = largest_page
         self.chooses_pages = backend == "cpu"
         self.operator = torch.library.custom_op(name, compute, mutates_args=())
         gradients = torch.library.custom_op(f"{name}_backward", differentiate, mutates_args=())

@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import hf_hyperattn.mechanisms  # noqa: E402, F401  registers the terms
 from hf_hyperattn.engines.triton import configs, launch  # noqa: E402
-from tests.engines.triton_ahead import backward, call, compiling  # noqa: E402
+from tests.engines.triton_ahead import backward, call, compiling, listed  # noqa: E402
 from tests.engines.triton_scores import SCORES, learned  # noqa: E402
 
 slow, pytestmark = pytest.mark.slow, pytest.mark.extras
@@ -143,3 +143,45 @@ def test_decoding(monkeypatch):
         0
     ] == 16
     assert built[0].shared <= SMALL and built[0].spilled == 0
+
+
+#: The same for listed keys, by the keys of a page and the width: clean tiles, and tiles with keys
+#: that some queries of a block have chosen.
+LISTED = {(16, 64): (12, 16), (16, 128): (14, 18), (1, 64): (12, 16), (1, 128): (15, 18)}
+
+
+@slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page, d", LISTED)
+def test_instructions_for_each_listed_pair(monkeypatch, page, d):
+    with compiling(monkeypatch, [90], every=False) as built:
+        listed(page, d)
+    fits([b for b in built if b.kernel.startswith("listed")])
+    forward = next(b for b in built if b.kernel == "listed_forward")
+    counted = [forward.per_pair(len(loop)) for loop in forward.loops if len(loop) > 100]
+    assert all(n <= bar for n, bar in zip(counted, LISTED[page, d], strict=False)), counted
+
+
+@slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("d", [24, 80, 256])
+def test_every_width_of_listed_keys(monkeypatch, d, dtype):
+    with compiling(monkeypatch, CHIPS, every=False) as built:
+        listed(16, d, dtype=dtype)
+    assert all(b.shared <= CHIPS[b.capability] for b in built)
+
+
+@slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("spec", ["umbral", "dot+*geodesic_on_product", "dot+*hype_sinh", "listed"])
+def test_every_kernel_compiles_for_an_amd_chip(monkeypatch, spec):
+    """Nothing in them is NVIDIA's alone. None has run on such a chip, and `auto` does not take them there."""
+    with compiling(monkeypatch, ["gfx942"], every=False) as built:
+        if spec == "listed":
+            listed(16)
+        else:
+            made = call(spec)
+            launch.forward(made)
+            backward(made)
+    assert built and all(b.shared <= 64 * 1024 and "gfx942" in b.ptx for b in built)

@@ -17,8 +17,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from hf_hyperattn.engines import DistanceTerm, Options
 from hf_hyperattn.engines.score import parse_score_key
+from hf_hyperattn.engines.selected import HeadRule, flatten_rules, shapes_of_choice
 from hf_hyperattn.engines.serialize import OperatorCall
-from hf_hyperattn.engines.triton import launch
+from hf_hyperattn.engines.triton import launch, selected
 
 #: Kinds of machine instructions, by how their names begin.
 KINDS = {
@@ -46,12 +47,12 @@ class Built:
 
     Args:
         kernel: The name of the Triton function.
-        capability: Of the chip, 80 or 90.
+        capability: Of the chip, 80 or 90, or the name of AMD's.
         config: Rows and columns of a tile, warps, stages.
         shared: Bytes of shared memory of a program.
         registers: Of a thread.
         spilled: Bytes that a thread keeps outside its registers (stack).
-        ptx: What Triton wrote.
+        ptx: What Triton wrote; for AMD's chips their assembly.
         loops: The machine instructions of each innermost loop, in order.
         careful: Whether it runs for near pairs alone.
     """
@@ -168,9 +169,14 @@ def compiling(monkeypatch, capabilities, every=True, careful=True):
         yield built
 
 
+def target_of(chip):
+    """The target of a chip: NVIDIA's by their capability, AMD's by their name."""
+    return GPUTarget("cuda", chip, 32) if isinstance(chip, int) else GPUTarget("hip", chip, 64)
+
+
 def compiled(kernel, capability, args, named):
-    """As `JITFunction.run` does it for the chip that is there."""
-    target = GPUTarget("cuda", capability, 32)
+    """As `JITFunction.run` does it for the chip that is there; of AMD's chips nothing is counted."""
+    target = target_of(capability)
     backend = make_backend(target)
     named = named | {"debug": False, "instrumentation_mode": ""}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -189,6 +195,10 @@ def compiled(kernel, capability, args, named):
             ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__
         )
     config = tuple(named.get(name) for name in ("BM", "BN", "num_warps", "num_stages"))
+    careful = bool(named.get("CAREFUL"))
+    if target.backend == "hip":
+        shared, code = made.metadata.shared, made.asm["amdgcn"]
+        return Built(kernel.__name__, capability, config, shared, 0, 0, code, (), careful)
     registers, spilled = read_usage(made.asm["cubin"])
     return Built(
         kernel=kernel.__name__,
@@ -199,7 +209,7 @@ def compiled(kernel, capability, args, named):
         spilled=spilled,
         ptx=made.asm["ptx"],
         loops=find_loops(run_tool("nvdisasm", "-c", cubin=made.asm["cubin"])),
-        careful=bool(named.get("CAREFUL")),
+        careful=careful,
     )
 
 
@@ -240,6 +250,21 @@ def find_loops(listing):
     holds = lambda outer, inner: outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]
     innermost = [span for span in spans if not any(holds(span, other) for other in spans)]
     return tuple(tuple(names[first:last]) for first, last in innermost)
+
+
+def listed(
+    page, d=64, chunk=16, length=2048, heads=4, kv_heads=2, dtype=torch.bfloat16, gradients=True
+):
+    """Launch the kernels for listed keys, on tensors that are never read."""
+    rules = [HeadRule(128, 4, page=page, chunk=chunk, top=8)] * heads
+    shapes = shapes_of_choice(rules, length, length)
+    chosen = torch.full((1, sum(chunks * most for chunks, most in shapes)), -1, dtype=torch.int32)
+    q = torch.empty(1, heads, length, d, dtype=dtype)
+    k, v = (torch.empty(1, kv_heads, length, d, dtype=dtype) for _ in "kv")
+    settings = list(flatten_rules(tuple(rules))), [0, length], 0, d**-0.5, 0.0, 0, None, None
+    out, lse = selected.compute_attention(q, k, v, chosen, *settings)
+    if gradients:
+        selected.compute_gradients(out, out, lse, q, k, v, chosen, *settings)
 
 
 def backward(made):

@@ -14,7 +14,14 @@ import triton
 
 import hf_hyperattn.mechanisms  # noqa: F401  registers the terms
 from hf_hyperattn.engines.triton import launch
-from tests.engines.triton_ahead import Built, backward, call, compiling
+from tests.engines.triton_ahead import (
+    SHORT_LOOP,
+    Built,
+    backward,
+    call,
+    compiling,
+    listed,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "gpu.md"
 BEGIN, END = "<!-- what the compiler says -->\n", "<!-- end of what the compiler says -->\n"
@@ -57,6 +64,29 @@ def cell(kernel: str, found: list[Built]) -> str:
     )
 
 
+def listed_table() -> list[str]:
+    """Return a table of the kernels for listed keys, for all chips, pages and widths."""
+    lines = [
+        "\nListed keys (sparse rules), forward, by the kind of tile: all queries of a block see all keys; some of them "
+        "have chosen a key; the first keys of a text and the ends of the near ones.\n",
+        "| chip | keys of a page | width | clean | chosen | edge |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for chip in CHIPS:
+        for page in (16, 1):
+            for width in WIDTHS:
+                with (
+                    pytest.MonkeyPatch.context() as patch,
+                    compiling(patch, [chip], every=False) as found,
+                ):
+                    listed(page, width, gradients=False)
+                made = next(b for b in found if b.kernel == "listed_forward")
+                counts = [made.per_pair(len(loop)) for loop in made.loops if len(loop) > SHORT_LOOP]
+                cells = " | ".join(f"**{count:.1f}**" for count in counts)
+                lines.append(f"| sm_{chip} | {page} | {width} | {cells} |")
+    return lines
+
+
 def tables() -> str:
     """Return a table for each chip, and what they were made with."""
     lines = [
@@ -75,6 +105,7 @@ def tables() -> str:
             found = [b for b in kernels if b.capability == chip]
             cells = " | ".join(cell(kernel, found) for kernel in KERNELS)
             lines.append(f"| {SCORES[spec]} | {width} | {cells} |")
+    lines += listed_table()
     return "\n".join(lines) + "\n"
 
 

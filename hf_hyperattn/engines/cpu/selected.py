@@ -267,7 +267,7 @@ def compute_gradients(
 
 #: Attention on the CPU, as a function and as an operator.
 kernel = SelectedKernel(
-    "hf_hyperattn::selected", compute_attention, compute_gradients, torch.float32, "cpu", None
+    "hf_hyperattn::selected", compute_attention, compute_gradients, torch.float32, "cpu"
 )
 selected_attention = kernel.attend
 

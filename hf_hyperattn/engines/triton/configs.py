@@ -109,6 +109,23 @@ def tile_for_few_queries(width: int, item: int) -> tuple[int, int]:
     return columns, stages
 
 
+def choose_listed_config(width: int, item: int, has_grad: bool) -> Config:
+    """Return the config of a kernel for listed keys.
+
+    Args:
+        width, item: As in `list_configs`.
+        has_grad: Whether it is a backward kernel, which keeps twice as many tiles.
+    """
+    line = width * item
+    if line <= 128:
+        return Config(64, 64, 4, 2)
+    if line <= 256:
+        return Config(32, 64, 4, 1) if has_grad else Config(64, 64, 4, 2)
+    if line <= 512:
+        return Config(32, 32, 4, 1)
+    return Config(16, 16, 4, 1)
+
+
 def run_tuned(kind: Hashable, tried: Sequence[Config], run: Callable[[Config], None]) -> None:
     """Run a kernel with the fastest config.
 

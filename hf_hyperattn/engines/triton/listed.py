@@ -377,7 +377,7 @@ def listed_forward(
         offset, window, scale, softcap: As in `SelectedKernel.attend`.
         PLAIN: Whether logits are dot products times a positive scale, without softcap and bias.
         GROUP: Query heads that share a key head.
-        PAGE: Keys of a page, at most BN.
+        PAGE: Keys of a page in the tables, at most BN.
         PARTS: Number of programs that share the keys of a block.
     """
     part = tl.program_id(0) % PARTS

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..selected import HeadRule, SelectedKernel, differentiate_sinks, list_shapes
 from ..selection import Lists
-from .configs import pad_width
+from .configs import choose_listed_config, pad_width
 from .forward import combine_parts
 from .launch import (
     count_parts,
@@ -25,7 +25,6 @@ from .launch import (
 )
 from .listed import listed_backward_key, listed_backward_query, listed_forward
 from .tables import (
-    COLUMNS,
     LEAST_BYTES,
     SHARE,
     ListedRules,
@@ -43,7 +42,10 @@ FEW = 16
 class ListedCall:
     """The arguments of a call in the layout that the kernels read.
 
-    Args: As in `SelectedKernel`.
+    Args:
+        has_grad: Whether the call is for the backward kernels.
+
+    The other arguments are as in `SelectedKernel`.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ListedCall:
         window: int,
         sinks: Tensor | None,
         bias: Tensor | None,
+        has_grad: bool = False,
     ):
         self.query = make_rows_dense(query)
         self.key, self.value = (make_heads_compact(t) for t in (key, value))
@@ -72,7 +75,12 @@ class ListedCall:
         self.chosen = Lists(chosen, list_shapes(rules, self.n, self.m))
         width = len(HeadRule._fields)
         of_heads = [HeadRule(*rules[i : i + width]) for i in range(0, len(rules), width)]
-        self.groups = group_rules(of_heads, self.n, query.device)
+        widest = max(pad_width(self.d), pad_width(self.dv))
+        item = max(t.element_size() for t in (query, key, value))
+        self.config = choose_listed_config(widest, item, has_grad)
+        self.groups = group_rules(
+            of_heads, self.n, self.config.rows, self.config.columns, query.device
+        )
         self.starts = list(spans[: self.batch])
         self.spans = torch.tensor(list(spans), dtype=torch.int32, device=query.device)
         self.spans = self.spans.unflatten(0, (2, self.batch))
@@ -104,7 +112,9 @@ class ListedCall:
             "WINDOWED": window != 0,
             "BD": pad_width(self.d),
             "BDV": pad_width(self.dv),
-            "BN": COLUMNS,
+            "BN": self.config.columns,
+            "num_warps": self.config.warps,
+            "num_stages": self.config.stages,
         }
 
     def list_launches(self) -> Iterator[tuple[ListedRules, int, int]]:
@@ -129,7 +139,6 @@ class ListedCall:
 
     def list_arguments(self, group: ListedRules, tables: Tables) -> dict[str, Any]:
         """Return the arguments that all kernels of a launch take."""
-        widest = max(pad_width(self.d), pad_width(self.dv))
         return self.settings | {
             "TABLES": (tables.bits, tables.listed, tables.counts),
             "RULES": group.numbers,
@@ -139,7 +148,6 @@ class ListedCall:
             "first_block": tables.first,
             "PAGE": group.page,
             "BM": group.rows,
-            **choose_options(widest, self.query),
         }
 
 
@@ -147,13 +155,6 @@ def make_heads_compact(t: Tensor) -> Tensor:
     """Return keys or values whose heads end below 2^31 numbers: `load_rows` counts in int32."""
     t = make_rows_dense(t)
     return t if t.shape[2] * t.stride(2) < 2**31 else t.contiguous()
-
-
-def choose_options(width: int, like: Tensor) -> dict[str, int]:
-    """Return the launch options for vectors of a padded width, in the dtype of `like`."""
-    # Two tiles in flight hide the wait for keys from scattered places, if shared memory has room.
-    stages = 2 if width * like.element_size() <= 256 else 1
-    return {"num_warps": 4 if width <= 128 else 8, "num_stages": stages}
 
 
 def compute_attention(
@@ -252,8 +253,9 @@ def launch_backward(
     arguments = call.list_arguments(group, tables) | read
     programs = call.batch * len(group.heads)
     listed_backward_query[(programs * blocks,)](**arguments, D_Q=d_query)
-    readers = find_readers(group, tables, call.spans, call.offset, call.n, call.m)
-    listed_backward_key[(programs * -(-call.m // COLUMNS),)](
+    columns = call.config.columns
+    readers = find_readers(group, tables, call.spans, call.offset, call.n, call.m, columns)
+    listed_backward_key[(programs * -(-call.m // columns),)](
         **arguments, READERS=readers, D_K=d_key, D_V=d_value
     )
 
@@ -277,7 +279,7 @@ def compute_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks; see `SelectedKernel`."""
     call = ListedCall(
-        query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias
+        query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias, True
     )
     # The kernels multiply in the dtype of the values.
     grad = make_rows_dense(grad.to(value.dtype))
@@ -301,6 +303,6 @@ def compute_gradients(
 
 #: Attention on a GPU, as a function and as an operator.
 kernel = SelectedKernel(
-    "hf_hyperattn::triton_selected", compute_attention, compute_gradients, None, "triton", COLUMNS
+    "hf_hyperattn::triton_selected", compute_attention, compute_gradients, None, "triton"
 )
 selected_attention = kernel.attend

@@ -16,8 +16,6 @@ from ..selected import HeadRule
 from ..selection import Lists
 from .listed import write_lists
 
-#: Keys of a tile. A page fits into a tile.
-COLUMNS = 64
 #: Pages of heads whose rules choose none; they are listed only for the first keys.
 NO_PAGE = 16
 #: A number that stands for all keys in int32.
@@ -34,12 +32,12 @@ WIDTH = 1024
 
 @dataclass(frozen=True, eq=False)
 class ListedRules:
-    """The heads of one launch, whose pages have one size.
+    """The heads of one launch.
 
     Args:
         heads: Index of each query head.
         rules: Rule of each head.
-        page: Keys of a page.
+        page: Keys of a page in the tables. It divides the pages of all rules, and fits into a tile.
         rows: Queries of a block.
         numbers: int32 [members, 5]: the head, `near`, `sinks`, `chunk`, and the number of which
             the first near position is a multiple.
@@ -74,22 +72,26 @@ class Tables:
     counts: Tensor
 
 
-def group_rules(rules: Sequence[HeadRule], queries: int, device: torch.device) -> list[ListedRules]:
+def group_rules(
+    rules: Sequence[HeadRule], queries: int, rows: int, columns: int, device: torch.device
+) -> list[ListedRules]:
     """Return the launches that compute all heads.
 
-    Heads with pages of one size share a launch if their blocks have the same size.
+    Heads share a launch if their pages in the tables and their blocks have the same size.
 
     Args:
         rules: One for each head.
         queries: Number of queries.
+        rows: Most queries of a block.
+        columns: Keys of a tile.
         device: Of the tensors of the call.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for head, rule in enumerate(rules):
-        about = rule.page or NO_PAGE, count_rows(rule, queries)
+        about = divide_page(rule.page or NO_PAGE, columns), count_rows(rule, queries, rows)
         groups.setdefault(about, []).append(head)
     found = []
-    for (page, rows), heads in groups.items():
+    for (page, rows_of_block), heads in groups.items():
         numbers = []
         for head in heads:
             rule = rules[head]
@@ -101,25 +103,30 @@ def group_rules(rules: Sequence[HeadRule], queries: int, device: torch.device) -
                 heads=tuple(heads),
                 rules=tuple(rules[h] for h in heads),
                 page=page,
-                rows=rows,
+                rows=rows_of_block,
                 numbers=torch.tensor(numbers, dtype=torch.int32, device=device),
             )
         )
     return found
 
 
-def count_rows(rule: HeadRule, queries: int) -> int:
-    """Return the number of queries of a block: 64, or fewer if their chunks need more bits."""
+def divide_page(page: int, columns: int) -> int:
+    """Return the largest divisor of a page that fits into a tile of this many keys."""
+    return next(size for size in range(min(page, columns), 0, -1) if page % size == 0)
+
+
+def count_rows(rule: HeadRule, queries: int, most: int) -> int:
+    """Return the number of queries of a block: at most `most`, and so few that their chunks have bits."""
     if queries <= 16:
         return 16
-    if not rule.page:
-        return 64
-    for rows in (64, 32):
+    rows = most
+    while rule.page and rows > 16:
         # Blocks begin at multiples of their size. Their first chunk may be cut.
         chunks = rows // rule.chunk if rows % rule.chunk == 0 else (rows - 2) // rule.chunk + 2
         if chunks <= BITS:
-            return rows
-    return 16
+            break
+        rows //= 2
+    return rows
 
 
 def split_blocks(
@@ -221,10 +228,14 @@ def mark_pages(
         is_there = (row >= 0) & (row < table.shape[1]) & (chunk <= last[..., None])
         index = row.clamp(0, table.shape[1] - 1).flatten(1)[..., None]
         listed = table.gather(1, index.expand(-1, -1, table.shape[2])).long()
+        is_listed = is_there.flatten(1)[..., None] & (listed >= 0)
+        # Each page of the rule is one or more pages of the tables.
+        parts = rule.page // group.page
+        listed = (listed[..., None] * parts + torch.arange(parts, device=device)).flatten(2)
         # The last page takes the entries of empty places in the lists, and forgets them below.
-        listed = listed.where(is_there.flatten(1)[..., None] & (listed >= 0), pages - 1)
+        listed = listed.where(is_listed.repeat_interleave(parts, 2), pages - 1)
         # 1 << 31 is the sign of an int32.
-        value = (1 << bit).to(torch.int32)[:, None].expand(len(bit), table.shape[2])
+        value = (1 << bit).to(torch.int32)[:, None].expand(len(bit), listed.shape[2])
         value = value.expand(len(starts), blocks, -1, -1).flatten(2)
         # A chunk lists a page once, so the sum of its bits is their union.
         bits[:, member].scatter_add_(2, listed.unflatten(1, (blocks, -1)).flatten(2), value)
@@ -239,25 +250,28 @@ def find_readers(
     offset: int,
     queries: int,
     keys: int,
+    columns: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the blocks that see some key of each tile of keys.
 
     Args:
         group, spans, offset, queries, keys: As in `make_tables`.
         tables: Of the blocks.
+        columns: Keys of a tile.
 
     Returns:
         int32 [B, members, tiles, blocks], the numbers of the blocks in the tables, in ascending
         order; and int32 [B, members, tiles], how many there are.
     """
     device = spans.device
-    tiles = -(-keys // COLUMNS)
+    tiles = -(-keys // columns)
     # A page lies in one tile, or in two.
     page = torch.arange(tables.bits.shape[3], device=device)
     is_chosen = (tables.bits != 0).to(torch.int32)
     reads = is_chosen.new_zeros(*is_chosen.shape[:3], tiles)
     for key in (page * group.page, page * group.page + group.page - 1):
-        reads.index_add_(3, key // COLUMNS, is_chosen)
+        # The last page, which nobody has chosen, may lie behind all keys.
+        reads.index_add_(3, (key // columns).clamp_max(tiles - 1), is_chosen)
 
     _, near, sinks, chunk, step = group.numbers.long().mT[..., None, None]
     begin = (offset - spans[0].long()).clamp_min(0)[:, None, None, None]
@@ -268,8 +282,8 @@ def find_readers(
     near_begin = (first // chunk * chunk - near + 1).clamp_min(0) // step * step
     lengths = (spans[1] - spans[0]).long()[:, None, None, None]
     near_begin = near_begin.minimum(lengths // group.page * group.page)
-    tile = torch.arange(tiles, device=device) * COLUMNS
-    is_read = (reads > 0) | (tile < sinks) | (tile + COLUMNS > near_begin)
+    tile = torch.arange(tiles, device=device) * columns
+    is_read = (reads > 0) | (tile < sinks) | (tile + columns > near_begin)
     is_read = (is_read & (tile <= last) & (last >= first)).transpose(2, 3)
     order = is_read.logical_not().to(torch.int8).sort(dim=-1, stable=True).indices.to(torch.int32)
     return order.contiguous(), is_read.sum(-1, dtype=torch.int32)

@@ -103,15 +103,11 @@ def attend_by_kernel(
     stretches = split_queries(rules, spans[0], last - n, n)
     if not stretches:
         return None
-    known = [
-        translate_rules(rules, place, query.shape[3], kernel.largest_page) for place, _ in stretches
-    ]
+    known = [translate_rules(rules, place, query.shape[3]) for place, _ in stretches]
     # A head runs under a mask if the kernel does not know its rule in some stretch.
     rest = [h for h, of_head in enumerate(zip(*known, strict=True)) if None in of_head]
     if rest:
-        log_masked_call(
-            query, f"a rule has no kernel, or pages of more than {kernel.largest_page} keys"
-        )
+        log_masked_call(query, "a rule has no kernel")
     if len(rest) == query.shape[1]:
         return None
     inputs = convert_inputs(query, key, score, value, options, text)
@@ -368,9 +364,7 @@ def cut_stretches(stretches: list[tuple[int, range]], known: list) -> tuple[list
 
 
 @lru_cache(maxsize=256)
-def translate_rules(
-    rules: HeadRules, place: int, dim: int, largest_page: int | None
-) -> tuple[HeadRule | None, ...]:
+def translate_rules(rules: HeadRules, place: int, dim: int) -> tuple[HeadRule | None, ...]:
     """Return the kernel's rule of each head; None for rules it does not know.
 
     Args:
@@ -378,18 +372,11 @@ def translate_rules(
             identity, so the cache finds the result again without comparing any rule.
         place: Index of the length in `rules.by_length`.
         dim: Width of a query.
-        largest_page: Of the kernel.
     """
     length, heads = rules.by_length[place]
     if place == len(rules.by_length) - 1:
         length = None  # the last rules hold to the end of the text
-    found = []
-    for rule in heads:
-        own = None if cuts_chunk(rule, length) else translate_rule(rule, dim)
-        if own is not None and largest_page is not None and own.page > largest_page:
-            own = None
-        found.append(own)
-    return tuple(found)
+    return tuple(None if cuts_chunk(rule, length) else translate_rule(rule, dim) for rule in heads)
 
 
 def cuts_chunk(rule: SparseRule, length: int | None) -> bool:

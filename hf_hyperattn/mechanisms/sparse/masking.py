@@ -340,7 +340,7 @@ def explain_mask(kind: type) -> str:
     Args:
         kind: Its class, from outside this package.
     """
-    served = "causal calls on the CPU in float32 and bfloat16"
+    served = "causal calls on a CPU in float32 and bfloat16, and on a GPU"
     if not issubclass(kind, PageRule):
         return f"Rules that derive from hf_hyperattn.rules.PageRule run on the kernel in {served}."
     changed = kind.find_changed_method()
