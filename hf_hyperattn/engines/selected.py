@@ -170,13 +170,12 @@ class SelectedKernel:
         def make_fake_gradients(grad, out, lse, query, key, value, *settings):
             sinks = settings[-2]
             like = lse if sinks is None else sinks
-            vectors = (t.new_empty(t.shape) for t in (query, key, value))
-            return *vectors, like.new_empty(0 if sinks is None else sinks.shape)
+            d_query, d_key, d_value = (t.new_empty(t.shape) for t in (query, key, value))
+            return d_query, d_key, d_value, like.new_empty(0 if sinks is None else sinks.shape)
 
         def save_for_backward(ctx, inputs, output):
-            *tensors, sinks, bias = (*inputs[:4], *inputs[-2:])
-            ctx.settings = inputs[4:-2]
-            ctx.save_for_backward(*output, *tensors, sinks, bias)
+            query, key, value, chosen, *ctx.settings, sinks, bias = inputs
+            ctx.save_for_backward(*output, query, key, value, chosen, sinks, bias)
 
         def pull_back(ctx, grad, _):
             *saved, sinks, bias = ctx.saved_tensors

@@ -3,6 +3,9 @@
 Here you learn how a call is split into launches, so that tables stay small.
 """
 
+# A launch takes plain numbers where the functions of Triton declare constants.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

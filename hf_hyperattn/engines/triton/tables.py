@@ -3,6 +3,9 @@
 Here you learn how the rules of heads and their chosen pages become bits and lists of pages.
 """
 
+# A launch takes plain numbers where the functions of Triton declare constants.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

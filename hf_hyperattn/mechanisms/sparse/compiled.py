@@ -23,7 +23,7 @@ from ...utils.attached import attached_to
 from ...utils.readable import can_read
 from ..selection.cache import LayerCache
 from ..selection.places import Reading
-from .head_rules import HeadRules, Rules
+from .head_rules import HeadRules
 from .masking import Text, make_rule_call, mask_by_rules
 from .pages import PageRule, Pages
 from .pages_kept import LastChoice, find_summaries
@@ -111,61 +111,165 @@ def attend_by_kernel(
     if len(rest) == query.shape[1]:
         return None
     inputs = convert_inputs(query, key, score, value, options, text)
-    is_learned = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (inputs.raw_query, inputs.raw_key, inputs.value)
+    call = KernelCall(
+        kernel=kernel,
+        query=query,
+        key=key,
+        score=score,
+        options=options,
+        rules=rules,
+        text=text,
+        window=window,
+        asker=asker,
+        inputs=inputs,
+        spans=spans,
     )
-    if not kernel.chooses_pages and not is_learned:
-        stretches, known = cut_stretches(stretches, known)
-
-    def attend_stretch(heads: tuple[HeadRule | None, ...], place: int, queries: range) -> Tensor:
-        # Unknown heads get the cheapest rule. Their output is replaced below.
-        kernel_rules = [HeadRule(near=1) if rule is None else rule for rule in heads]
-        chosen = None
-        if any(rule.page for rule in kernel_rules):
-            of_heads = rules.by_length[place][1]
-            own = list_pages_by_head(
-                of_heads, kernel_rules, kernel, query, key, score.scale, text, window, queries
-            )
-            stop = last - n + queries.stop
-            if kernel.chooses_pages:
-                chosen = choose_pages(
-                    inputs, kernel_rules, spans, stop, queries, asker, window, own
-                )
-            else:
-                chosen = put_lists(own, kernel_rules, None, key, len(queries))
-            # Only the joined lists stay.
-            del own
-        return kernel.attend(
-            inputs.raw_query[:, :, queries.start : queries.stop],
-            inputs.raw_key,
-            inputs.value,
-            kernel_rules,
-            chosen,
-            spans=spans,
-            offset=last - n + queries.start,
-            scale=score.scale,
-            softcap=options.softcap,
-            window=window,
-            sinks=options.sinks,
-            bias=inputs.bias,
-        )
-
-    pairs = list(zip(known, stretches, strict=True))
-    if len(pairs) == 1:
-        out = attend_stretch(known[0], *stretches[0])
-    elif is_learned:
-        out = torch.cat([attend_stretch(heads, *stretch) for heads, stretch in pairs], 2)
-    else:
-        # Parts and their concatenation would hold the output twice.
-        out = query.new_empty(*query.shape[:3], value.shape[3])
-        for heads, (place, queries) in pairs:
-            out[:, :, queries.start : queries.stop] = attend_stretch(heads, place, queries)
+    out = call.attend(stretches, known)
     out = zero_hidden_rows(out.to(query.dtype), text.reading)
     # Heads with other rules run under masks, all at once.
     if not rest:
         return out
     others = attend_by_masks(rest, query, key, score, value, options, rules, text, window)
     return out.index_copy(1, torch.tensor(rest, device=out.device), others.to(out.dtype))
+
+
+# Not frozen: a frozen class takes longer to make, and decoding makes one per layer and token.
+@dataclass(eq=False)
+class KernelCall:
+    """A call that a kernel computes, stretch by stretch.
+
+    Args:
+        kernel: The kernel.
+        query, key, score, options, rules, text, window, asker: As in `attend_by_kernel`.
+        inputs: The tensors in the dtype of the kernel.
+        spans: The real keys of each row.
+    """
+
+    kernel: SelectedKernel
+    query: Tensor
+    key: Tensor
+    score: PairScore
+    options: Options
+    rules: HeadRules
+    text: Text
+    window: int | None
+    asker: str
+    inputs: KernelInputs
+    spans: Spans
+
+    def attend(self, stretches: list[tuple[int, range]], known: list) -> Tensor:
+        """Return the output of all heads, [B, H, N, dv].
+
+        Args:
+            stretches: From `split_queries`.
+            known: The kernel's rule of each head, for each stretch.
+        """
+        if self.kernel.chooses_pages and len(stretches) == 1:
+            return self.attend_stretch(known[0], *stretches[0])
+        inputs = self.inputs
+        is_learned = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (inputs.raw_query, inputs.raw_key, inputs.value)
+        )
+        if not self.kernel.chooses_pages and not is_learned:
+            stretches, known = cut_stretches(stretches, known)
+        if len(stretches) == 1:
+            return self.attend_stretch(known[0], *stretches[0])
+        pairs = zip(known, stretches, strict=True)
+        if is_learned:
+            return torch.cat([self.attend_stretch(heads, *stretch) for heads, stretch in pairs], 2)
+        # Parts and their concatenation would hold the output twice.
+        out = inputs.value.new_empty(*self.query.shape[:3], inputs.value.shape[3])
+        for heads, (place, queries) in pairs:
+            out[:, :, queries.start : queries.stop] = self.attend_stretch(heads, place, queries)
+        return out
+
+    def attend_stretch(
+        self, heads: tuple[HeadRule | None, ...], place: int, queries: range
+    ) -> Tensor:
+        """Return the output of one stretch.
+
+        Args:
+            heads: The kernel's rule of each head; None: unknown, with an arbitrary output.
+            place: Index of the length in `rules.by_length`.
+            queries: The queries of the stretch.
+        """
+        kernel_rules = [HeadRule(near=1) if rule is None else rule for rule in heads]
+        offset = (self.text.last or 0) - self.query.shape[2]
+        chosen = None
+        if any(rule.page for rule in kernel_rules):
+            own = self.list_pages(place, kernel_rules, queries)
+            if self.kernel.chooses_pages:
+                stop = offset + queries.stop
+                chosen = choose_pages(
+                    self.inputs,
+                    kernel_rules,
+                    self.spans,
+                    stop,
+                    queries,
+                    self.asker,
+                    self.window,
+                    own,
+                )
+            else:
+                chosen = put_lists(own, kernel_rules, None, self.key, len(queries))
+            # Only the joined lists stay.
+            del own
+        return self.kernel.attend(
+            self.inputs.raw_query[:, :, queries.start : queries.stop],
+            self.inputs.raw_key,
+            self.inputs.value,
+            kernel_rules,
+            chosen,
+            spans=self.spans,
+            offset=offset + queries.start,
+            scale=self.score.scale,
+            softcap=self.options.softcap,
+            window=self.window,
+            sinks=self.options.sinks,
+            bias=self.inputs.bias,
+        )
+
+    def list_pages(
+        self, place: int, kernel_rules: Sequence[HeadRule], queries: range
+    ) -> dict[int, Tensor]:
+        """Return the pages of the heads whose rules choose them in torch.
+
+        Args:
+            place: Index of the length in `rules.by_length`.
+            kernel_rules: What the kernel computes for each head.
+            queries: A range of the queries of the call.
+
+        Returns:
+            By head, int32 [B, chunks, most], as `Lists` holds them.
+        """
+        query, key, before = self.query, self.key, self.text.before
+        heads_of: dict[PageRule, list[int]] = {}
+        for h, rule in enumerate(self.rules.by_length[place][1]):
+            own = find_listing_rule(rule)
+            if not self.kernel.chooses_pages and type(rule) is Pages:
+                own = rule
+            if own is not None and kernel_rules[h].page:
+                heads_of.setdefault(own, []).append(h)
+        if not heads_of:
+            return {}
+        group = query.shape[1] // key.shape[1]
+        # A few heads at a time: rules see float32 keys for each query head.
+        most = MOST_NUMBERS if query.shape[2] > 1 else MOST_DECODED
+        step = max(1, most // max(1, key.numel() // key.shape[1]))
+        found: dict[int, Tensor] = {}
+        # The choice of pages has no gradient.
+        with torch.no_grad():
+            for rule, all_heads in heads_of.items():
+                for first in range(0, len(all_heads), step):
+                    heads = all_heads[first : first + step]
+                    text = replace(self.text, before=None if before is None else before[:, heads])
+                    shared = key[:, [h // group for h in heads]]
+                    call = make_rule_call(
+                        query[:, heads], shared, self.score.scale, text, self.window
+                    )
+                    lists = rule.list_pages(call, queries)
+                    found |= dict(zip(heads, lists.unbind(1), strict=True))
+        return found
 
 
 # Which calls the kernel takes
@@ -451,7 +555,7 @@ def choose_pages(
         queries: The queries of the stretch, a range of the call's queries.
         asker: Name of the layer.
         window: Sliding window of the attention layer; None: none.
-        own: Pages of heads whose rules choose them in torch, see `list_pages_by_head`.
+        own: Pages of heads whose rules choose them in torch, see `KernelCall.list_pages`.
     """
     key = inputs.key
     query = inputs.query[:, :, : inputs.earlier + queries.stop]
@@ -488,55 +592,6 @@ def choose_pages(
         return find_pages(rules, None)
     last_choice = cache.get_kept(("choice", asker), LastChoice)
     return last_choice.choose_pages(rules, spans, stop, find_pages)
-
-
-def list_pages_by_head(
-    rules: Rules,
-    kernel_rules: Sequence[HeadRule],
-    kernel: SelectedKernel,
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    text: Text,
-    window: int | None,
-    queries: range,
-) -> dict[int, Tensor]:
-    """Return the pages of the heads whose rules choose them in torch.
-
-    Args:
-        rules: One for each head.
-        kernel_rules: What the kernel computes for each head.
-        kernel: If it does not choose pages itself, `Pages` choose in torch as well.
-        query, key, scale, text, window: Of the whole call, as in `attend_by_kernel`.
-        queries: A range of the queries of the call.
-
-    Returns:
-        By head, int32 [B, chunks, most], as `Lists` holds them.
-    """
-    heads_of: dict[PageRule, list[int]] = {}
-    for h, rule in enumerate(rules):
-        own = find_listing_rule(rule)
-        if not kernel.chooses_pages and type(rule) is Pages:
-            own = rule
-        if own is not None and kernel_rules[h].page:
-            heads_of.setdefault(own, []).append(h)
-    group = query.shape[1] // key.shape[1]
-    # A few heads at a time: rules see float32 keys for each query head.
-    most = MOST_NUMBERS if query.shape[2] > 1 else MOST_DECODED
-    step = max(1, most // max(1, key.numel() // key.shape[1]))
-    found: dict[int, Tensor] = {}
-    # The choice of pages has no gradient.
-    with torch.no_grad():
-        for rule, all_heads in heads_of.items():
-            for first in range(0, len(all_heads), step):
-                heads = all_heads[first : first + step]
-                before = None if text.before is None else text.before[:, heads]
-                shared = key[:, [h // group for h in heads]]
-                own_text = replace(text, before=before)
-                call = make_rule_call(query[:, heads], shared, scale, own_text, window)
-                lists = rule.list_pages(call, queries)
-                found |= dict(zip(heads, lists.unbind(1), strict=True))
-    return found
 
 
 def find_listing_rule(rule: SparseRule) -> PageRule | None:
