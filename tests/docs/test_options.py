@@ -14,7 +14,8 @@ from tests.docs.options import PAGE, render_page
 )
 def test_page_is_current(monkeypatch):
     monkeypatch.setenv("COLUMNS", "88")
-    assert PAGE.read_text(encoding="utf-8") == render_page()
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == render_page(), "run `python -m tests.docs.options`"
 
 
 def test_every_option_is_on_the_page():
