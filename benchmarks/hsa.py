@@ -20,8 +20,12 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
+from hf_hyperattn.engines import Options
+from hf_hyperattn.hierarchy import Hierarchy
+from hf_hyperattn.mechanisms.hsa.config import Rule
 from hf_hyperattn.mechanisms.hsa.pairs import count_pairs
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied, pool_levels
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend_keys, attend_levels
+from hf_hyperattn.mechanisms.hsa.windowed.native import pool_levels
 
 SDPA = "sdpa"
 
@@ -46,9 +50,24 @@ def tensors(length: int, args) -> list[torch.Tensor]:
     return [torch.randn(1, args.heads, length, args.dim) for _ in range(3)]
 
 
+def attend(q, k, v, setting: dict, backend: str, offset: int = 0) -> torch.Tensor:
+    """Causal key-tied attention of queries from token `offset` on."""
+    counts = {name: number for name, number in setting.items() if name != "hierarchy"}
+    return attend_keys(
+        q,
+        k,
+        v,
+        Hierarchy(k.shape[2], sizes=setting["hierarchy"]),
+        Rule(tying="key", **counts, block_bias=None),
+        Options(is_causal=True, offset=offset),
+        scale=q.shape[-1] ** -0.5,
+        backend=backend,
+    )[0]
+
+
 def error(setting: dict, q, k, v, args, samples: int = 6) -> float:
     """Largest error at sampled queries against float64, relative to the largest output there."""
-    out = key_tied(q, k, v, **setting, is_causal=True, backend=args.backend)[0]
+    out = attend(q, k, v, setting, args.backend)
     worst = scale = 0.0
     for row in torch.linspace(0, q.shape[2] - 1, samples).long().tolist():
         one = (
@@ -56,7 +75,7 @@ def error(setting: dict, q, k, v, args, samples: int = 6) -> float:
             k[:, :, : row + 1].double(),
             v[:, :, : row + 1].double(),
         )
-        exact, _ = key_tied(*one, **setting, is_causal=True, offset=row, backend="torch")
+        exact = attend(*one, setting, "torch", offset=row)
         worst = max(worst, float((out[:, :, row : row + 1] - exact).abs().max()))
         scale = max(scale, float(exact.abs().max()))
     return worst / scale
@@ -87,10 +106,7 @@ def full(length: int, args, only_upward: bool = False) -> list[dict]:
     q, k, v = tensors(length, args)
     asked = settings(length, args)
     asked = {"upward": asked["upward"]} if only_upward else asked
-    calls = {
-        n: lambda s=s: key_tied(q, k, v, **s, is_causal=True, backend=args.backend)
-        for n, s in asked.items()
-    }
+    calls = {n: lambda s=s: attend(q, k, v, s, args.backend) for n, s in asked.items()}
     if not only_upward:
         sdpa = torch.nn.functional.scaled_dot_product_attention
         calls = {SDPA: lambda: sdpa(q, k, v, is_causal=True), **calls}
@@ -114,9 +130,15 @@ def decode(length: int, args) -> list[dict]:
     calls[SDPA] = lambda: torch.nn.functional.scaled_dot_product_attention(one, k, v)
     for name, setting in asked.items():
         levels = pool_levels(k, v, setting["hierarchy"])
-        counts = [setting.get(count, 0) for count in ("near", "sinks", "refine_top_k")]
-        rule = (*counts, None, None, True, length - 1, args.dim**-0.5, args.backend)
-        calls[name] = lambda levels=levels, rule=rule: attend_levels(one, levels, *rule)
+        counts = {name: setting.get(name, 0) for name in ("near", "sinks", "refine_top_k")}
+        call = (
+            levels,
+            Rule(tying="key", **counts, block_bias=None),
+            Options(is_causal=True, offset=length - 1),
+            args.dim**-0.5,
+            args.backend,
+        )
+        calls[name] = lambda call=call: attend_levels(one, *call)
     seconds = interleaved(calls, max(args.rounds, 20))
     return [row(length, "decode", name, seconds, None) for name in calls]
 

@@ -19,9 +19,12 @@ import torch
 from common import environment, interleaved, write_json
 from merged import merged
 
+from hf_hyperattn.engines import Options
+from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.integration.attention.hierarchical_cache import HierarchicalLayer
+from hf_hyperattn.mechanisms.hsa.config import Rule
 from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend_keys, attend_levels
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows
 
 SDPA = "sdpa"
@@ -49,6 +52,13 @@ class Step:
     def __init__(self, key, value, query, setting: dict, args):
         self.args, self.sizes = args, setting["sizes"]
         self.top_k, self.evict = setting.get("top_k", 0), setting.get("evict", False)
+        self.rule = Rule(
+            tying="key",
+            near=args.near,
+            sinks=args.sinks,
+            refine_top_k=self.top_k,
+            block_bias=None,
+        )
         self.layer = HierarchicalLayer(
             KeepWindows(self.sizes, args.near, args.sinks) if self.evict else None
         )
@@ -61,15 +71,9 @@ class Step:
         self.layer.update(self.key, self.value)
         store = self.layer.store
         levels = read_levels(store, self.sizes, None)
-        rule = {"near": self.args.near, "sinks": self.args.sinks, "block_bias": None}
-        asked = {"offset": store.length - 1, "scale": self.args.dim**-0.5, **rule}
-        keys = (
-            (self.layer.keys, self.layer.values)
-            if levels.held
-            else (levels.keys[0], levels.values[0])
-        )
-        how = {"levels": levels, "is_causal": True, "refine_top_k": self.top_k}
-        return key_tied(self.query, *keys, self.sizes, **how, **asked)[0]
+        options = Options(is_causal=True, offset=store.length - 1)
+        scale = self.args.dim**-0.5
+        return attend_levels(self.query, levels, self.rule, options, scale, lse=False)[0]
 
     def held(self) -> float:
         """MiB of keys, values and means."""
@@ -82,16 +86,14 @@ class Step:
         key, value = (
             torch.cat([t, t[:, :, -1:].expand(-1, -1, more, -1)], 2).double() for t in (key, value)
         )
-        exact, _ = key_tied(
+        exact, _ = attend_keys(
             self.query.double(),
             key,
             value,
-            self.sizes,
-            near=self.args.near,
-            sinks=self.args.sinks,
-            refine_top_k=self.top_k,
-            is_causal=True,
-            offset=key.shape[2] - 1,
+            Hierarchy(key.shape[2], sizes=self.sizes),
+            self.rule,
+            Options(is_causal=True, offset=key.shape[2] - 1),
+            scale=self.args.dim**-0.5,
             backend="torch",
         )
         return float((out - exact).abs().max() / exact.abs().max())

@@ -21,9 +21,8 @@ from ..integration import describe
 from ..integration.patching.patch import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.cone import reference as cone
-from ..mechanisms.hsa.masks import hierarchy_for
 from ..mechanisms.hsa.reference import find_cover, list_kin
-from ..mechanisms.hsa.request import linear_features
+from ..mechanisms.hsa.request import fit_hierarchy, linear_features
 from ..mechanisms.hsa.tree.key import trees_of
 from ..mechanisms.hyperbolic import reference as hyperbolic
 from ..mechanisms.score_layer import ScoreLayer
@@ -457,7 +456,7 @@ def describe_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, 
     counts = {
         name: expand_heads(getattr(rule, name), heads) for name in ("near", "sinks", "refine_top_k")
     }
-    hierarchy = hierarchy_for(part.config.windows, 1, length, call.is_causal)
+    hierarchy = fit_hierarchy(part.config.windows, 1, length, call.is_causal)
     ((tree, tokens),) = trees_of(hierarchy, call.is_causal)
     # The trees of causal calls are filled up to whole windows. No query sees the added tokens.
     spare = len(tokens) - length

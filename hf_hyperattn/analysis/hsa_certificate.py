@@ -3,13 +3,15 @@
 The loss of a head is KL(tied attention ‖ its own attention) in nats, averaged over tokens. It is
 measured on the queries and keys that the model computes for an input. With tying="both" it is a
 certificate: no attention that is constant on the hierarchy's blocks comes closer (arXiv 2509.15448;
-math in docs/hsa.md).
+math in docs/hsa.md). This module shows how the loss is computed without N² memory.
+
+    loss = Σ_i KL(P_i ‖ softmax(S_i))        over the tokens i of a row, one number per row and head, in nats
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,18 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from ..config.choice import Choice
-from ..engines.options import read_visible
+from ..engines.options import Options, position_mask, read_visible
+from ..engines.score import repeat_heads
 from ..hierarchy import Hierarchy
 from ..integration import patch_model, unpatch_model
 from ..integration.patching.patch import base_model
 from ..mechanisms.base import HostCall, Plan
-from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
-from ..mechanisms.hsa.masks import hierarchy_for, restrict_to_real
-from ..mechanisms.hsa.request import Request, lay_under_mask, linear_features
+from ..mechanisms.hsa.masks import lay_under_mask
+from ..mechanisms.hsa.request import fit_hierarchy, linear_features
+from ..mechanisms.hsa.tree.both import attend_both_with_root
+from ..mechanisms.hsa.tree.layout import layout_of
+from ..mechanisms.hsa.windowed.key import attend_keys
 from ..mechanisms.selection.places import real_tokens
 from .cost import patched_layers
 from .perplexity import evaluation_mode
+
+# Logits that are formed at a time: 32 MiB of float64.
+BLOCK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
@@ -131,24 +139,32 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     check_call(call, name)
     query, key = linear_features(Plan.from_call(call).score)
     tree = call.keywords.get("hierarchy")
-    hierarchy = hierarchy_for(
+    hierarchy = fit_hierarchy(
         config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal
     )
-    mask, place = call.options.mask, None
+    options, place = call.options, None
+    mask = options.mask
     if mask is not None:
         reading = call.read_mask()
-        real = reading.real_if_only_padding
-        if real is not None:
-            # A mask that only marks padding is the same as a hierarchy of the real tokens.
-            hierarchy = restrict_to_real(hierarchy, real)
-            mask = None
-        elif rule.tying == "key":
-            request = Request(hierarchy, rule, is_causal=False, chunk=call.chunk)
-            hierarchy, place = lay_under_mask(hierarchy, reading, request)
+        only_padding = reading.real_if_only_padding is not None
+        if only_padding or rule.tying == "key":
+            hierarchy, place = lay_under_mask(hierarchy, reading, False, call.chunk)
+        # A mask that only marks padding is the same as a hierarchy of the real tokens.
+        mask = None if only_padding else read_visible(mask)
     if rule.tying == "both":
-        loss = measure_both(query, key, hierarchy, rule, call, mask)
+        if options.mask is not None and mask is not None:
+            # This raises the error for a mask that hides more than padding.
+            real_tokens(options.mask, query.shape[2])
+        if options.window is not None:
+            raise ValueError(
+                "tying='both' has no meaning under a sliding window; allowed: tying='key'"
+            )
+        loss = loss_both(query, key, hierarchy, rule, options)
     else:
-        loss = measure_key(query, key, hierarchy, rule, call, mask, place)
+        # The 4D masks of Transformers include causality.
+        is_causal = call.is_causal and mask is None
+        options = replace(options, mask=mask, is_causal=is_causal)
+        loss = loss_key(query, key, hierarchy, rule, options, place)
     tokens = sum(len(hierarchy.tokens_of(row)) for row in range(len(query)))
     return loss.sum(0), tokens
 
@@ -168,51 +184,119 @@ def check_call(call: HostCall, name: str) -> None:
         )
 
 
-def measure_both(
-    query: Tensor,
-    key: Tensor,
-    hierarchy: Hierarchy,
-    rule: Rule,
-    call: HostCall,
-    mask: Tensor | None,
+def loss_both(
+    query: Tensor, key: Tensor, hierarchy: Hierarchy, rule: Rule, options: Options
 ) -> Tensor:
-    """Return the loss [B, H] of tying queries and keys."""
-    if mask is not None:
-        # This raises the error for a mask that hides more than padding.
-        real_tokens(mask, query.shape[2])
-    if call.options.window is not None:
-        raise ValueError("tying='both' has no meaning under a sliding window; allowed: tying='key'")
-    bias = call.options.bias
-    # The features already contain the scale, so the factor of the logits is 1.
-    return loss_both(
-        query, key, hierarchy, 1.0, keep_diagonal=rule.keep_diagonal, position_bias=bias
-    )
+    """Return the loss of `tying="both"`, [B, H], by a closed form.
 
+    P is optimal among all matrices that are constant on sibling blocks. Its loss is therefore
+    Σ_i log Σ_j exp(S_ij) - N·ρ(root). Without the diagonal, the softmax has none either, and a row
+    of one token has loss 0. Padding is ignored.
 
-def measure_key(
-    query: Tensor,
-    key: Tensor,
-    hierarchy: Hierarchy,
-    rule: Rule,
-    call: HostCall,
-    mask: Tensor | None,
-    place: Tensor | None,
-) -> Tensor:
-    """Return the loss [B, H] of tying keys."""
-    mask = None if mask is None else read_visible(mask)
-    return loss_key(
+    Args:
+        query, key, hierarchy: As in `loss_key`.
+        rule: `keep_diagonal` is read.
+        options: `bias` is read.
+    """
+    # The loss is the difference of two large sums. In float32, most of its digits would cancel.
+    query, key = query.double(), key.double()
+    # Only ρ(root) is needed, so the values are a single column.
+    _, root = attend_both_with_root(
         query,
         key,
+        key[..., :1],
         hierarchy,
         1.0,
-        # The 4D masks of Transformers include causality.
-        is_causal=call.is_causal and mask is None,
-        window=call.options.window,
-        mask=mask,
-        position_bias=call.options.bias,
-        place=place,
-        near=rule.near,
-        sinks=rule.sinks,
-        refine_top_k=rule.refine_top_k,
-        block_bias=rule.block_bias,
+        keep_diagonal=rule.keep_diagonal,
+        position_bias=options.bias,
     )
+    real = _find_real_tokens(hierarchy, query)
+    total = torch.zeros_like(root)
+    for rows, logits in _logit_blocks(query, key, options.bias):
+        logits = logits.masked_fill(~real[:, None, None], float("-inf"))
+        # Compare with the softmax that has no diagonal either.
+        if not rule.keep_diagonal:
+            logits.diagonal(offset=rows.start, dim1=-2, dim2=-1).fill_(float("-inf"))
+        total += logits.logsumexp(-1).masked_fill(~real[:, None, rows], 0.0).sum(-1)
+    # Without its diagonal, a row of one token attends to nothing, and ρ(root) is -inf.
+    return torch.where(root.isneginf(), 0.0, total - real.sum(-1, keepdim=True) * root)
+
+
+def loss_key(
+    query: Tensor,
+    key: Tensor,
+    hierarchy: Hierarchy,
+    rule: Rule,
+    options: Options,
+    place: Tensor | None = None,
+) -> Tensor:
+    """Return the loss of `tying="key"`, [B, H], from the attention weights.
+
+    Args:
+        query: [B, H, N, d], scaled.
+        key: [B, Hkv, N, d], of the same tokens.
+        hierarchy: Trees over these tokens; tokens in no tree are padding.
+        rule: Settings of the tying.
+        options: Its mask is bool [1 or B, 1 or H, N, N]; None if it hides padding only.
+        place: As in `attend_keys`.
+    """
+    query, key = query.double(), key.double()
+    bias = None if options.bias is None else options.bias.double()
+    real = _find_real_tokens(hierarchy, query)
+    length = query.shape[2]
+    total = query.new_zeros(query.shape[:2])
+    for rows, logits in _logit_blocks(query, key, bias):
+        part = replace(
+            options,
+            offset=rows.start,
+            mask=_select_rows(options.mask, rows),
+            bias=_select_rows(bias, rows),
+        )
+        # Only the weights are needed, so the values are a single column.
+        _, P = attend_keys(
+            query[:, :, rows],
+            key,
+            key[..., :1],
+            hierarchy,
+            rule,
+            part,
+            scale=1.0,
+            weights=True,
+            place=place,
+        )
+        assert P is not None
+        # The softmax hides the same tokens as tied attention.
+        hidden = ~real[:, None, None]
+        seen = position_mask(part, (0, len(logits[0, 0])), (0, length), query.device)
+        for t in (seen, part.mask):
+            hidden = hidden if t is None else hidden | ~t
+        full = torch.log_softmax(logits.masked_fill(hidden, float("-inf")), -1)
+        # P log P - P log Q. Hidden tokens have P = 0 and log Q = -inf, whose product would be NaN.
+        terms = torch.where(P > 0, torch.xlogy(P, P) - P * full, 0.0)
+        total += terms.sum(-1).masked_fill(~real[:, None, rows], 0.0).sum(-1)
+    return total
+
+
+def _find_real_tokens(hierarchy: Hierarchy, query: Tensor) -> Tensor:
+    """Return bool [B, N]: the tokens that are leaves of the hierarchy."""
+    layout = layout_of(hierarchy, len(query), query.device)
+    ones = query.new_ones(len(query), 1, query.shape[2])
+    return layout.from_leaves(layout.to_leaves(ones))[:, 0] > 0
+
+
+def _select_rows(t: Tensor | None, rows: slice) -> Tensor | None:
+    """Return the rows of a mask or bias [..., N, N], or None."""
+    return t if t is None else t[..., rows, :]
+
+
+def _logit_blocks(
+    query: Tensor, key: Tensor, position_bias: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows and their logits S, [B, H, n, N], block after block."""
+    batch, heads, queries, _ = query.shape
+    step = max(1, BLOCK_ELEMENTS // (batch * heads * key.shape[2]))
+    columns = repeat_heads(key, heads).transpose(-1, -2)
+    for start in range(0, queries, step):
+        rows = slice(start, min(start + step, queries))
+        logits = query[:, :, rows] @ columns
+        yield rows, logits if position_bias is None else logits + position_bias[..., rows, :]

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engines import Options
 from ..mechanisms.base import HostCall
-from ..mechanisms.hsa.config import HsaConfig
+from ..mechanisms.hsa.config import HsaConfig, Rule
 from ..mechanisms.hsa.layer import EVERYTHING
 from ..mechanisms.hsa.open_blocks import first_near
 from ..mechanisms.hsa.pairs import count_pairs, count_sibling_pairs
-from ..mechanisms.hsa.windowed.key import attend_levels, pool_levels
+from ..mechanisms.hsa.windowed.key import attend_levels
+from ..mechanisms.hsa.windowed.native import pool_levels
 from ..mechanisms.selection.growing import TAKEN_BACK
 from .rules import CHUNK, CandidateRule
 
@@ -232,20 +234,19 @@ def attend_chunk(
         call: The call that the queries come from, for its scale and attention sinks.
         start: First query of the chunk.
     """
-    heads = query.shape[1]
     offset = levels.keys[0].shape[2] - query.shape[2]
-    sinks = call.options.sinks
     output, log_sum = attend_levels(
         query[:, :, start : start + CHUNK],
         levels,
-        near=[rule.near] * heads,
-        sinks=[rule.sinks] * heads,
-        refine_top_k=[rule.refine_top_k] * heads,
-        block_bias=query.new_full((heads,), rule.block_bias),
-        sink_logit=None if sinks is None else sinks.float(),
-        is_causal=True,
-        offset=start + offset,
-        scale=float(call.scale),
+        Rule(
+            tying="key",
+            near=rule.near,
+            sinks=rule.sinks,
+            refine_top_k=rule.refine_top_k,
+            block_bias=rule.block_bias,
+        ),
+        Options(is_causal=True, offset=start + offset, sinks=call.options.sinks),
+        float(call.scale),
     )
     assert log_sum is not None  # it is, unless `lse` is False
     return output, log_sum

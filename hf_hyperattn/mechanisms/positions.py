@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..utils.readable import can_read
 from .base import Host, HostCall
-from .pruned import refuse_pruned
+from .call_cache import refuse_pruned
 
 
 def read_positions(call: HostCall, host: Host | None, mechanism: str) -> tuple[Tensor, Tensor]:

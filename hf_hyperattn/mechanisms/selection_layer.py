@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..engines import Options, PairScore
 from .base import Host, HostCall, MechanismLayer, Plan
-from .pruned import refuse_pruned
-from .selection.cache import LayerCache, find_layer_cache
+from .call_cache import find_layer_cache, refuse_pruned
+from .selection.cache import LayerCache
 
 #: The output [B, H, N, dv], and the weights [B, H, N, M], or None if they were not requested.
 Result = tuple[Tensor, Tensor | None]

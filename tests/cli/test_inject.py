@@ -19,10 +19,10 @@ from hf_hyperattn.inject import Allocation, CandidateRule, choose, hsa, measure
 from hf_hyperattn.inject.gradients import attention_gradients, loss_of
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from hyperattn_cli import build_parser, main
 from hyperattn_cli.commands.inject_task import public_command
 from tests.integration.models import bert
+from tests.mechanisms.hsa_calls import key_tied
 from tests.oracles.marks import first_always
 
 from . import tiny

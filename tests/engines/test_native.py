@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from hf_hyperattn.engines import native
 from hf_hyperattn.engines.cpu import library
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
+from hf_hyperattn.functional import hierarchical_attention
 
 #: In a new process: the module alone, without the package round it, which takes seconds to import.
 ALONE = f"""
@@ -91,9 +92,10 @@ def test_turned_off(place, monkeypatch, caplog):
         assert native.load_library("add", source(place, 2)) is None
     assert not caplog.records and not (place / "built").exists()
     q = torch.ones(1, 1, 20, 16)
-    assert key_tied(q, q, q, (4,), is_causal=True)[0].shape == q.shape
+    call = partial(hierarchical_attention, hierarchy=(4,), tying="key", is_causal=True)
+    assert call(q, q, q).shape == q.shape
     with pytest.raises(ValueError, match="backend='native' cannot compute.*'auto'"):
-        key_tied(q, q, q, (4,), is_causal=True, backend="native")
+        call(q, q, q, backend="native")
 
 
 @pytest.mark.parametrize("broken", ["compiler", "path", "source", "directory"])

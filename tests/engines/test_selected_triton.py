@@ -73,6 +73,54 @@ def test_gradient_is_that_of_the_definition(device, name):
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
 
 
+#: Rules whose blocks have several tiles of each kind.
+LONG = [
+    HeadRule(150, 5, page=1, chunk=16, top=110),
+    HeadRule(20, 70, page=4, chunk=64, top=40),
+    HeadRule(170, 3),
+    HeadRule(10, 0, page=16, chunk=32, top=12),
+]
+
+
+@devices
+def test_many_tiles_of_each_kind(device):
+    queries, keys, offset, spans = 200, 420, 220, ([0, 9], [420, 420])
+    q, k, v = (
+        torch.randn(2, 4, queries, 16),
+        torch.randn(2, 2, keys, 16),
+        torch.randn(2, 2, keys, 8),
+    )
+    chosen = some_pages(LONG, queries, keys, offset, spans, alike=True)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attend(device, q, k, v, LONG, chosen, spans, offset=offset)
+    expected = defined(q, k, v, LONG, chosen, offset, spans)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(out.shape)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
+    for g, e in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
+
+
+@devices
+def test_pages_that_all_queries_of_a_block_chose_need_no_mask(device):
+    from hf_hyperattn.engines.triton.selected import ListedCall
+
+    rule = HeadRule(1, 0, page=4, chunk=16, top=6)
+    q, k, v = (torch.randn(1, 1, 128, 16) for _ in "qkv")
+    chosen = some_pages([rule], 128, 128, 0, ([0], [128]))
+    table = chosen.of_heads()[0]
+    table[:] = torch.tensor([0, 1, 2, -1, -1, -1])
+    table[:, 6, 3] = 9  # one chunk of the second block chooses another page
+    settings = [*rule], [0, 128], 0, 1.0, 0.0, 0, None, None
+    call = ListedCall(*(t.to(device) for t in (q, k, v, chosen.rows)), *settings)
+    ((group, first, blocks),) = call.list_launches()
+    tables = call.make_tables(group, first, blocks)
+    # Block 0 has no page before its near keys.
+    assert tables.counts[0, 0, :2].tolist() == [[0, 0], [3, 4]]
+    assert tables.listed[0, 0, 1, :4, 0].tolist() == [0, 1, 2, 9]
+
+
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(device, dtype):

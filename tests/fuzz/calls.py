@@ -17,8 +17,9 @@ from hf_hyperattn.engines.cpu.selected import chosen_pages, selected_attention
 from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.engines.selected import HeadRule
 from hf_hyperattn.functional import hierarchical_attention
-from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, pool_levels
+from hf_hyperattn.mechanisms.hsa.windowed.native import Levels, pool_levels
 from tests.engines.sweep import Call
+from tests.mechanisms.hsa_calls import attend_named
 
 #: torch's default dtype, in turn. Whatever a user has set it to, kernels read and write the dtypes of the call.
 DEFAULT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -169,7 +170,7 @@ def over_kept_windows(
     query = laid_out(query.to(pick.choice((torch.float32, dtype))), pick)
     with torch.no_grad():
         lse = pick.random() < 0.5  # without it, a few queries that refine go another way
-        out, _ = attend_levels(query, Levels(sizes, keys, values), **rule, **how, lse=lse)
+        out, _ = attend_named(query, Levels(sizes, keys, values), **rule, **how, lse=lse)
     assert not out.isnan().any()
 
 

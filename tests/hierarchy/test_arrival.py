@@ -10,7 +10,7 @@ from peft import get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.hierarchy import Hierarchy, as_hierarchy
-from hf_hyperattn.integration.attention.hierarchy_context import ignores_hierarchy
+from hf_hyperattn.integration.attention.running_call import ignores_hierarchy
 from hf_hyperattn.integration.attention.stock import OURS
 from tests.hierarchy import toy_listener
 from tests.hierarchy.toy_listener import CALLS, ToyListenerConfig

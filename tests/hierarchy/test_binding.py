@@ -8,8 +8,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging as hf_logging
 
 import hf_hyperattn as ha
+from hf_hyperattn.integration.attention.running_call import Accepting
 from hf_hyperattn.integration.attention.stock import OURS
-from hf_hyperattn.integration.patching.hierarchical import Accepting
 from tests.hierarchy import toy_listener
 from tests.hierarchy.toy_listener import CALLS, ToyListenerConfig
 from tests.integration.models import (

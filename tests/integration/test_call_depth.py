@@ -60,7 +60,7 @@ MOST_FILES = {
     "cone": (8, 5),
     "hyperbolic": (13, 9),
     "hype": (16, 16),
-    "hsa": (23, 24),
+    "hsa": (15, 15),
     "sparse": (17, 17),
     "head_fusion": (14, 10),
     "talking_heads": (11, 10),

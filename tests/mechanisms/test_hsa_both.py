@@ -5,8 +5,10 @@ import random
 import pytest
 import torch
 
+from hf_hyperattn.analysis.hsa_certificate import loss_both, loss_key
+from hf_hyperattn.engines import Options
 from hf_hyperattn.hierarchy import Hierarchy, Tree
-from hf_hyperattn.mechanisms.hsa.certificate import loss_both, loss_key
+from hf_hyperattn.mechanisms.hsa.config import Rule
 from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
 from hf_hyperattn.mechanisms.hsa.tree import up_down
 from hf_hyperattn.mechanisms.hsa.tree.both import attend_both, attend_both_with_root
@@ -327,10 +329,9 @@ def test_loss_of_both_is_the_divergence(layout, keep):
     q, k, _ = qkv(batch=3, heads=4, kv_heads=2, lq=13, d=4, seed=2, scale=2.0)
     hierarchy = layout(3, 13, random.Random(6))
     bias, column = tensor(1, 4, 13, 13, seed=3), tensor(3, 2, 13, seed=4)
-    features = with_statistics(
-        q, k, 6**-0.5, torch.zeros(3, 4, 13), column
-    )  # scaled by the root of their width
-    found = loss_both(*features, hierarchy, keep_diagonal=keep, position_bias=bias)
+    query, key = with_statistics(q, k, 6**-0.5, torch.zeros(3, 4, 13), column)
+    rule = Rule("both", keep_diagonal=keep)
+    found = loss_both(query * query.shape[-1] ** -0.5, key, hierarchy, rule, Options(bias=bias))
     S = (
         q @ k.repeat_interleave(2, 1).mT * 6**-0.5
         + bias
@@ -350,7 +351,8 @@ def test_loss_of_keys_is_the_divergence_and_the_smaller_one(causal):
     q, k, _ = qkv(batch=2, heads=4, kv_heads=2, lq=24, d=4, seed=2, scale=3.0)
     hierarchy = Hierarchy.windows(24, (2, 4, 8))
     rules = {"near": 2, "sinks": 1, "refine_top_k": 1, "block_bias": -0.5}
-    found = loss_key(q, k, hierarchy, is_causal=causal, **rules)
+    options = Options(is_causal=causal)
+    found = loss_key(q / 2, k, hierarchy, Rule("key", **rules), options)
     S = q @ k.repeat_interleave(2, 1).mT / 2
     P = definition_key(S, hierarchy.tree(), is_causal=causal, **rules)
     seen = torch.ones(24, 24, dtype=torch.bool)
@@ -360,8 +362,9 @@ def test_loss_of_keys_is_the_divergence_and_the_smaller_one(causal):
             expected = hsa.divergence(P[b, h].numpy(), logits[b, h].numpy())
             assert float(found[b, h]) == pytest.approx(expected, abs=1e-9)
     if not causal:
-        assert (loss_both(q, k, hierarchy) >= loss_key(q, k, hierarchy) - 1e-12).all()
-    assert (loss_key(q, k, hierarchy, is_causal=causal) >= 0).all()
+        both = loss_both(q / 2, k, hierarchy, Rule("both"), options)
+        assert (both >= loss_key(q / 2, k, hierarchy, Rule("key"), options) - 1e-12).all()
+    assert (loss_key(q / 2, k, hierarchy, Rule("key"), options) >= 0).all()
 
 
 # Errors and masks.

@@ -65,7 +65,7 @@ def test_operator_with_sibling_embeddings(rows):
 def test_operator_keeps_its_contract():
     """Schema, fake tensors and autograd registration, as torch checks them."""
     q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=6, d=2))
-    sizes, named = operator.flatten_hierarchy(Hierarchy.from_parents(hsa.random_parents(6, 1)))
+    _, sizes, named = operator.flatten_hierarchy(Hierarchy.from_parents(hsa.random_parents(6, 1)))
     names, parts = zip(*named)
     text = operator.BREAK.join(["both", *names])
     torch.library.opcheck(operator.hsa, ([q, k, v, *parts], text, sizes, [6, 1, 0], 0.5))

@@ -3,17 +3,19 @@
 import copy
 import importlib.util
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers as hf
 
 from hf_hyperattn import HierarchicalCache, HsaConfig, patch_model
+from hf_hyperattn.engines import Options, dot_score
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.evicted import attend_evicted
-from hf_hyperattn.mechanisms.hsa.means_kept import read_levels
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied
+from hf_hyperattn.mechanisms.hsa.config import Rule
+from hf_hyperattn.mechanisms.hsa.means_kept import attend_evicted, read_levels
+from hf_hyperattn.mechanisms.hsa.request import Request, attend_hierarchically
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from hyperattn_cli.shared import smollm2
 from tests.integration.models import perturb
@@ -21,6 +23,7 @@ from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv
 from tests.zoo.tiny import tiny_config
 
+from .hsa_calls import attend_named, key_tied, split_names
 from .hsa_models import (
     CACHED,
     caches,
@@ -366,11 +369,25 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
         query, offset = new(4, 1), cache.length - 1
         asked = rule | {"offset": offset, "scale": 0.3}
         if ways == "torch":
-            out = attend_evicted(query, levels, **asked)
+            out = attend_evicted(query, levels, *split_names(rule | {"offset": offset}), 0.3)
         else:
-            out, _ = attend_levels(query, levels, is_causal=True, backend="native", **asked)
+            out, _ = attend_named(query, levels, is_causal=True, backend="native", **asked)
         exact, _ = key_tied(
             query.double(), *(t.double() for t in every), (4, 16), is_causal=True, **asked
         )
         assert_close(out.double(), exact, 1e-5, f"{step}")
     assert levels.held is not None
+
+
+def test_queries_that_see_later_tokens_use_no_cached_means():
+    """A cache has no mean of an incomplete window, which only causal queries never need."""
+    query, key, value = qkv(batch=1, heads=2, lq=7, d=4, dtype=torch.float32)
+    cache = LayerCache(key, value)
+    cache.append(key, value)
+    request = Request(hierarchy=(2, 4), rule=Rule("key"), is_causal=False)
+    with torch.no_grad():
+        plain, cached = (
+            attend_hierarchically(dot_score(query, key, 0.5), value, Options(), asked)[0]
+            for asked in (request, replace(request, cache=cache))
+        )
+    assert torch.equal(plain, cached)

@@ -1,17 +1,19 @@
 """Key-tied attention against covers that are built by brute force, for windows and for any tree."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
 from hf_hyperattn.engines import Options, dot_score
+from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy, Tree
 from hf_hyperattn.mechanisms.hsa.config import Rule
 from hf_hyperattn.mechanisms.hsa.pairs import count_pairs
 from hf_hyperattn.mechanisms.hsa.reference import definition_key
 from hf_hyperattn.mechanisms.hsa.request import Request, attend_hierarchically
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
+from tests.mechanisms.hsa_calls import key_tied
 from tests.mechanisms.test_hsa_both import with_statistics
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
@@ -209,14 +211,15 @@ def test_column_sink_and_scale():
 
 def test_what_is_refused():
     q, k, v = inputs(33)
+    call = partial(hierarchical_attention, q, k, v, tying="key", enable_gqa=True)
     with pytest.raises(ValueError, match="backend='flash'.*auto"):
-        key_tied(q, k, v, (4,), backend="flash")
+        call(hierarchy=(4,), backend="flash")
     with pytest.raises(ValueError, match="cannot compute a mask.*'torch'"):
         key_tied(q, k, v, (4,), mask=torch.ones(33, 33, dtype=torch.bool), backend="native")
     with pytest.raises(ValueError, match="6 is no larger multiple of 4"):
-        key_tied(q, k, v, (4, 6))
-    with pytest.raises(ValueError, match="32 tokens, the keys 1 of 33"):
-        key_tied(q, k, v, Hierarchy.windows(32, (4,)))
+        call(hierarchy=(4, 6))
+    with pytest.raises(ValueError, match="covers 32 tokens, attention has 33"):
+        call(hierarchy=Hierarchy.windows(32, (4,)))
 
 
 @pytest.mark.parametrize("seed", range(12))

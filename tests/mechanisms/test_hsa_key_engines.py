@@ -12,7 +12,8 @@ from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
-from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, key_tied, pool_levels
+from hf_hyperattn.mechanisms.hsa.windowed.native import Levels, pool_levels
+from tests.mechanisms.hsa_calls import attend_named, key_tied
 from tests.mechanisms.test_hsa_key import brute
 from tests.oracles.cases import assert_close, tensor
 
@@ -138,12 +139,7 @@ def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
             (t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole))) for t in (fresh.keys, fresh.values)
         ]
         levels = Levels(sizes, *kept, **where)
-        counts = rule["near"], rule["sinks"], top_k
-        parts.append(
-            attend_levels(
-                q[:, :, a : a + 1], levels, *counts, BIAS, None, True, a, 16**-0.5, backend
-            )[0]
-        )
+        parts.append(attend_named(q[:, :, a : a + 1], levels, **rule, offset=a, scale=16**-0.5)[0])
     assert_close(torch.cat(parts, 2), full, 1e-12 if dtype == torch.float64 else 2e-6, "in parts")
 
 
@@ -282,7 +278,7 @@ def test_tokens_in_half_precision_are_read_as_the_same_numbers(seed, both, dtype
     wide = pool_levels(*low, sizes, **where)
     kept = Levels(sizes, (low[0], *wide.keys[1:]), (low[1], *wide.values[1:]), **where)
     found = [
-        attend_levels(q, levels, **rule, backend="native")[0].nan_to_num(7.0)
+        attend_named(q, levels, **rule, backend="native")[0].nan_to_num(7.0)
         for levels in (wide, kept)
     ]
     assert torch.equal(*found), (sizes, rule)
@@ -294,7 +290,7 @@ def test_every_number_in_half_precision_is_widened_exactly(dtype):
     """A single token is the output: also numbers below the smallest normal one, infinity, and NaN."""
     value = torch.arange(2**16).to(torch.uint16).view(dtype).view(-1, 1, 1, 16)
     query = key = torch.zeros(len(value), 1, 1, 16)
-    out, _ = attend_levels(query, Levels((), (key,), (value,)), is_causal=True, backend="native")
+    out, _ = attend_named(query, Levels((), (key,), (value,)), is_causal=True, backend="native")
     torch.testing.assert_close(out, value.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -462,10 +458,10 @@ def test_sinks_and_biases_in_half_precision():
     )
     for sizes in ((4,), ()):
         rule = {"near": 2, "is_causal": True, "backend": "native"}
-        found = attend_levels(
-            q, pool_levels(k, v, sizes), sink_logit=sink, block_bias=bias, **rule
-        )[0]
-        wide = attend_levels(
+        found = attend_named(q, pool_levels(k, v, sizes), sink_logit=sink, block_bias=bias, **rule)[
+            0
+        ]
+        wide = attend_named(
             q, pool_levels(k, v, sizes), sink_logit=sink.float(), block_bias=bias.float(), **rule
         )[0]
         assert torch.equal(found, wide)

@@ -10,11 +10,11 @@ import transformers as hf
 import hf_hyperattn as ha
 from hf_hyperattn.engines.selection import Places
 from hf_hyperattn.mechanisms.hsa.windowed import native
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
-from hf_hyperattn.mechanisms.hsa.windowed.means import pool_levels
+from hf_hyperattn.mechanisms.hsa.windowed.native import pool_levels
 from hf_hyperattn.mechanisms.selection import places
 from hf_hyperattn.mechanisms.selection.cache import LayerCache
 from hf_hyperattn.rules import Pages
+from tests.mechanisms.hsa_calls import key_tied
 from tests.mechanisms.test_packed_and_prefix import TEXT, tokens
 
 MECHANISMS = {

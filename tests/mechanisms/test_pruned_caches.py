@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms import pruned
+from hf_hyperattn.mechanisms import call_cache
 from hf_hyperattn.rules import Clusters, NestedWindows, Pages, VerticalSlash, Window
 from tests.integration.test_families import model_of
 from tests.registries import restored
@@ -257,7 +257,7 @@ def test_position_ids_whose_beginning_nobody_noted_are_refused_with_the_way_out(
     cache = SlottedCache() if way == "a cache with slots" else hf.DynamicCache()
     logits(model, ids[:, :16], past_key_values=cache, position_ids=places(5, 21))
     if way == "a first call that nobody saw":
-        del cache.__dict__[pruned.SHIFT]
+        del cache.__dict__[call_cache.SHIFT]
     needed = "position_ids that begin at another number than 0 need patch_model, and a cache that takes attributes"
     with pytest.raises(ValueError, match=f"position_ids=21 disagrees with the 16 .*; {needed}"):
         logits(model, ids[:, 16:17], past_key_values=cache, position_ids=places(21, 22))
@@ -358,7 +358,7 @@ def test_positions_of_images_are_served(name):
 def test_position_ids_are_compared_once_a_model_call(mode, monkeypatch):
     """With one comparison, if they count slots, which all layers share."""
     model, ids, compared = patched(COUNTING["hsa"], num_hidden_layers=3), drawn(1, 8), []
-    original = pruned.find_disagreeing
+    original = call_cache.find_disagreeing
 
     def find_disagreeing(places, *args):
         uncounted = SimpleNamespace(real=places.real)
@@ -367,7 +367,7 @@ def test_position_ids_are_compared_once_a_model_call(mode, monkeypatch):
 
     with mode():
         cache = model(ids[:, :5]).past_key_values
-        monkeypatch.setattr(pruned, "find_disagreeing", find_disagreeing)
+        monkeypatch.setattr(call_cache, "find_disagreeing", find_disagreeing)
         for place in range(5, 8):
             cache = model(ids[:, place : place + 1], past_key_values=cache).past_key_values
     assert compared == [None] * 3

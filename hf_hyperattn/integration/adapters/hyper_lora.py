@@ -34,10 +34,10 @@ from ...config.choice import Choice
 from ...config.fields import refuse
 from ...config.registry import get_mechanism
 from ...mechanisms.base import MechanismLayer
-from ..attention.cache_of_call import add_cache_hooks, remove_cache_hooks
 from ..attention.first_call import watch_first_calls
 from ..attention.hidden import note_hidden, stop_noting
 from ..attention.hyper import Hyper, patched_hosts, unwrap_hyper
+from ..attention.running_call import add_cache_hooks, remove_cache_hooks
 from ..parallel.offloaded import without_weights
 from ..patching.attach import Selected, build_hypers, cut_to_depth, mark_initialized
 from ..patching.checkpoint_config import RECORD, write_records

@@ -51,7 +51,6 @@ from ...utils.attached import attach
 from ...utils.readable import can_read
 from ..parallel.refused_sharding import PARTITIONED, refuse_partitioned
 from ..parallel.tensor_parallel import heads_of_rank, on_rank
-from .cache_of_call import CACHE, cache_of_call
 from .call import (
     BACKEND,
     MASK_SAYS_ALL,
@@ -68,8 +67,8 @@ from .call import (
 from .first_call import WATCHED, note_reached
 from .forgotten import ForgottenTokens, open_forgotten
 from .hidden import HIDDEN, hidden_states_of_call
-from .hierarchy_context import CONTEXT, hierarchy_of_call
 from .hosts import count_heads
+from .running_call import CACHE, CONTEXT, cache_of_call, hierarchy_of_call
 from .stock import HYPER_DOT, STOCK, eager_function, function_beneath, stock_name
 
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'

@@ -40,6 +40,7 @@ from ..attention.call import note_all, note_masks
 from ..attention.first_call import watch_first_calls
 from ..attention.hosts import find_hosts
 from ..attention.hyper import Hyper, patched_hosts, unwrap_hyper
+from ..attention.running_call import Accepting
 from ..attention.stock import OURS, PATCHED, RUNNING, STOCK, marked, run_beneath, stock_name
 from ..patching.attach import patch_from_record, resolve_stock
 from ..patching.checkpoint_config import (
@@ -57,7 +58,7 @@ from ..patching.checkpoint_config import (
     sub_configs,
 )
 from ..patching.conversions import rebuild_conversion
-from ..patching.hierarchical import Accepting, resolve_names
+from ..patching.hierarchical import resolve_names
 from ..patching.modes import make_ordinary
 from ..patching.patch import route_families
 from ..patching.unsupported import check_config, check_parts, check_routed, unsupported

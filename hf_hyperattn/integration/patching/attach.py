@@ -23,11 +23,11 @@ from ...config import HyperAttnConfig
 from ...config.choice import select_heads
 from ...config.registry import get_mechanism
 from ...mechanisms.base import Host, MechanismLayer
-from ..attention.cache_of_call import add_cache_hooks
 from ..attention.first_call import watch_first_calls
 from ..attention.hidden import check_forward, note_hidden
 from ..attention.hosts import NUMBER, find_hosts, generating_config, host_facts, layer_indices
 from ..attention.hyper import Hyper
+from ..attention.running_call import add_cache_hooks
 from ..attention.stock import (
     HYPER_DOT,
     STOCK,

@@ -21,11 +21,11 @@ from ...config import HyperAttnConfig, MechanismConfig, Mode
 from ...config.choice import Choice, select_heads, select_layers
 from ...config.registry import get_mechanism
 from ...utils.text import short
-from ..attention.cache_of_call import remove_cache_hooks
 from ..attention.call import note_all
 from ..attention.first_call import stop_watching
 from ..attention.hidden import form_of_hidden, stop_noting
 from ..attention.hyper import patched_hosts, unwrap_hyper
+from ..attention.running_call import remove_cache_hooks
 from ..attention.stock import OURS, PATCHED, check_beneath
 from .attach import (
     Selected,

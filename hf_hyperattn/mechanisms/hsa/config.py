@@ -48,6 +48,11 @@ class Rule:
     block_bias: Any = 0.0
 
 
+def list_numbers(value: Any) -> tuple:
+    """Return numbers as a tuple: one for all heads, or one for each."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 @dataclass(frozen=True)
 class HsaConfig(MechanismConfig):
     """Hierarchical Self-Attention (arXiv 2509.15448).
@@ -129,7 +134,7 @@ class HsaConfig(MechanismConfig):
             is_allowed, kind = _is_bias, "finite numbers or -inf"
         else:
             is_allowed, kind = _is_count, f"integers from 0 to {MOST_INTEGER:,}"
-        several = values if isinstance(values, tuple) else (values or 0,)
+        several = list_numbers(values or 0)
         if not all(map(is_allowed, several)):
             self._refuse(name, f"{kind}, one for each query head")
         if values == ():
@@ -156,7 +161,7 @@ class HsaConfig(MechanismConfig):
         # A model may have causal and bidirectional layers. Warn only if no layer reads a number.
         tyings = {self.tying or ("key" if is_causal else "both") for is_causal in causal}
         values = {name: getattr(self, name) for name in DEFAULTS}
-        given = [name for name, x in values.items() if (any(x) if isinstance(x, tuple) else x)]
+        given = [name for name, numbers in values.items() if any(list_numbers(numbers))]
         if tyings == {"both"} and given:
             name = given[0]
             why = "both sides are tied, as in bidirectional attention; leave it out, or set tying='key'"

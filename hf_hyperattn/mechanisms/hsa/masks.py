@@ -1,4 +1,4 @@
-"""Fit a hierarchy to the keys of one HSA call.
+"""Fit a hierarchy to the mask of one HSA call.
 
 This module shows how masks change the trees over which attention is tied.
 """
@@ -6,72 +6,58 @@ This module shows how masks change the trees over which attention is tied.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...engines import Options
 from ...engines.selection import Texts
 from ...hierarchy import Hierarchy
-from ...hierarchy.batch import as_hierarchy
 from ...hierarchy.windows import window_ids, windows_tree
+from ..selection.places import Reading
 from .tree.key import leave_out_whole_windows, trees_of, windows_over
 
 
-def hierarchy_for(
-    hierarchy: Hierarchy | Tensor | tuple[int, ...], batch: int, keys: int, is_causal: bool
-) -> Hierarchy:
-    """Return the caller's hierarchy, fitted to a batch.
+def lay_under_mask(
+    hierarchy: Hierarchy,
+    reading: Reading,
+    is_causal: bool,
+    chunk: int | None,
+    position_ids: Tensor | None = None,
+) -> tuple[Hierarchy, Tensor | None]:
+    """Return the hierarchy under a mask, computed once for all layers.
+
+    Padding is left out. If the mask packs several texts into a row, windows start again with every
+    text, and other trees stay as the caller defined them.
 
     Args:
-        hierarchy: A `Hierarchy`, group ids, or window sizes.
-        batch: Number of rows.
-        keys: Number of keys. In causal attention, trees may be longer than this (see
-            `cut_hierarchy`).
+        hierarchy: Trees over the present keys and the keys that a cache has dropped.
+        reading: Facts of the mask, which keep the result.
         is_causal: Whether attention is causal.
+        chunk, position_ids: As in `Reading.find_texts`.
+
+    Returns:
+        The hierarchy, and the number of each key in its text, int64 [B, M]; None if each row holds
+        one text.
     """
-    if isinstance(hierarchy, tuple):
-        # A compiler cannot trace `lru_cache`.
-        make = Hierarchy.windows if torch.compiler.is_compiling() else make_windows
-        return make(keys, hierarchy)
-    hierarchy = as_hierarchy(hierarchy)
-    if is_causal and not hierarchy.is_windows:
-        # A prompt may come in chunks. Its trees cover the whole prompt from the first chunk on.
-        keys = max(keys, hierarchy.length)
-    return hierarchy.fitted(batch, keys, growing=is_causal)
+    real = reading.real_if_only_padding
+    if real is None:
+        texts = reading.find_texts(chunk, position_ids)
+        if texts is not None and hierarchy.is_windows:
+            lay = lambda: lay_windows_by_text(hierarchy, texts, is_causal)
+            if chunk is not None:
+                # The texts depend on position_ids here, which may change under the same mask: do
+                # not remember the result.
+                return lay(), texts.place
+            return reading.make_once(hierarchy, ("texts", is_causal), lay), texts.place
+        real = reading.real_so_far
+    if real is None:
+        return hierarchy, None
+    restrict = lambda: restrict_to_real(hierarchy, real, is_causal)
+    return reading.make_once(hierarchy, ("real", is_causal), restrict), None
 
 
-def cut_hierarchy(hierarchy: Hierarchy, keys: int) -> Hierarchy:
-    """Return the trees over the first `keys` tokens.
-
-    Leaves of later tokens stay in the trees. They all refer to token `keys`, which no query sees.
-    """
-    if hierarchy.length <= keys:
-        return hierarchy
-    tokens = tuple(places.clamp_max(keys) for places in hierarchy.tokens)
-    return Hierarchy(keys, hierarchy.trees, tokens)
-
-
-@lru_cache(maxsize=16)
-def make_windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
-    """Return windows without padding, the same object for all layers.
-
-    Results are cached with a hierarchy object (see `layout_of`), so layers must share it.
-    """
-    return Hierarchy.windows(length, sizes)
-
-
-def mask_is_causal(options: Options, is_causal: bool) -> bool:
-    """Return whether only the mask makes the call causal.
-
-    Transformers calls attention in this way. The queries are then the last tokens.
-    """
-    return is_causal and not options.is_causal
-
-
-def restrict_to_real(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
+def restrict_to_real(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
     """Return the hierarchy over the real tokens.
 
     A row that holds padding only keeps its hierarchy. Its output is never used.

@@ -1,7 +1,7 @@
-"""Keep the means of windows in a cache, each computed once.
+"""Keep the means of windows in a cache, each computed once, and attend to them.
 
-This module shows how means grow with the cache, and which tokens and means an evicting cache can
-forget.
+This module shows how means grow with the cache, which tokens and means an evicting cache can
+forget, and which calls a cache can serve.
 
 A generated token completes one window in w_1, and one in w_2/w_1 of these completes a window of the
 next level. Keeping all means up to date therefore costs O(1) per token, and no tensor is copied as
@@ -10,14 +10,22 @@ a whole.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from ...engines import working_dtype
-from ..selection.cache import Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair
+from ...engines import Options, working_dtype
+from ...hierarchy import Hierarchy
+from ...utils.torch_private import count_dispatch_modes
+from ..selection.cache import EVICTING, Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair
 from ..selection.growing import TAKEN_BACK, GrowingTensor
-from .open_blocks import first_near
-from .windowed.means import Levels
+from .config import Rule, list_numbers
+from .open_blocks import first_near, is_open
+from .windowed import native
+from .windowed.key import attend_levels
+from .windowed.native import Levels
 
 
 class WindowMeans(KeptWithKeys):
@@ -36,12 +44,11 @@ class WindowMeans(KeptWithKeys):
         self.sizes, self.starts = sizes, starts
         key_room, value_room = (tensor.room for tensor in cache.tokens)
         dtype = working_dtype(key_room)
-        #: The first real token of every row, as numbers.
-        self.first = [0] * len(key_room) if starts is None else starts.tolist()
+        first = [0] * len(key_room) if starts is None else starts.tolist()
         self.means: list[Pair] = [
             (GrowingTensor(key_room, dtype), GrowingTensor(value_room, dtype)) for _ in sizes
         ]
-        self.blocks = [Blocks(list(self.first), size) for size in sizes]
+        self.blocks = [Blocks(first, size) for size in sizes]
         #: Views of all means, None after a change: making them for every token would slow down
         #: decoding.
         self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
@@ -113,9 +120,10 @@ class WindowMeans(KeptWithKeys):
         Below the top level, a query sees only children of open blocks. These are a range around the
         query and, at the front, the blocks that hold one of the first tokens.
         """
-        keep, starts = cache.keep, self.first
+        keep = cache.keep
         if not isinstance(keep, KeepWindows):
             return
+        starts = self.blocks[0].starts
         safe = cache.length - TAKEN_BACK
         # Only a new bottom window changes the open blocks. Before the latest row starts, nothing
         # can be evicted.
@@ -150,7 +158,6 @@ class WindowMeans(KeptWithKeys):
             blocks.select_rows(rows)
             for mean in pair:
                 mean.select_rows(rows)
-        self.first = [self.first[row] for row in rows.tolist()]
         if self.starts is not None:
             self.starts = none_if_zero(self.starts[rows.to(self.starts.device)])
 
@@ -185,3 +192,207 @@ def read_levels(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None
 def none_if_zero(starts: Tensor | None) -> Tensor | None:
     """Return the starts of rows, or None if all rows start at 0."""
     return starts if starts is not None and bool(starts.any()) else None
+
+
+def attend_cached(
+    query: Tensor,
+    keys: int,
+    cache: LayerCache,
+    hierarchy: Hierarchy,
+    rule: Rule,
+    options: Options,
+    scale: float,
+) -> Tensor | None:
+    """Return the output of tied keys from cached means, or None if they do not fit.
+
+    Args:
+        query: [B, H, N, d].
+        keys: Number of keys of the call.
+        cache: Cache of the keys and values.
+        hierarchy: Trees over the keys.
+        rule, options, scale: As in `windowed.key.attend_keys`.
+
+    Returns:
+        [B, H, N, dv] or None.
+    """
+    check_kept(cache, rule)
+    levels = None
+    if keys == cache.length:
+        levels = find_levels(query, cache, hierarchy, options)
+    # FLOP counters see only operators, so under a dispatch mode the call must go through one.
+    if levels is None or (cache.keep is None and count_dispatch_modes()):
+        return None
+    if levels.held is not None and not native.can_serve(query):
+        return attend_evicted(query, levels, rule, options, scale)
+    return attend_levels(query, levels, rule, options, scale, lse=False)[0]
+
+
+def check_kept(cache: LayerCache, rule: Rule) -> None:
+    """Raise if a cache has evicted keys that this rule needs.
+
+    This happens if the model was patched again after the cache was made.
+
+    Raises:
+        ValueError: The rule opens more tokens than were kept, or opens blocks by their scores.
+    """
+    keep = cache.keep
+    if not isinstance(keep, KeepWindows):
+        return
+    near, sinks, top_k = (
+        max(list_numbers(number)) for number in (rule.near, rule.sinks, rule.refine_top_k)
+    )
+    if near > keep.near or sinks > keep.sinks or top_k:
+        raise ValueError(
+            f"{EVICTING} keeps {keep.near} near keys and {keep.sinks} first ones, and hsa asks for {near} and {sinks}, "
+            f"with refine_top_k={top_k}; allowed: a cache that was made for this model, as it is patched now"
+        )
+
+
+def check_not_evicted(cache: LayerCache) -> None:
+    """Raise if a cache that a call cannot use may have evicted its keys.
+
+    The keys of the call are then placeholders.
+
+    Raises:
+        ValueError: The cache keeps only a part of its keys.
+    """
+    if cache.keep is not None:
+        raise ValueError(
+            f"{EVICTING} keeps too little for this call; allowed: windows, left padding and no other mask, no "
+            "gradients, no attention weights; or evict=False"
+        )
+
+
+def find_levels(
+    query: Tensor, cache: LayerCache, hierarchy: Hierarchy, options: Options
+) -> Levels | None:
+    """Return the cached tokens and means, or None if the call cannot use them.
+
+    The means fit causal attention over plain windows over all cached keys, without sliding window,
+    bias, dropout and gradients. Incomplete windows have no mean in a cache, and queries that see
+    later tokens need it.
+
+    Args:
+        query, cache, hierarchy, options: As in `attend_cached`.
+    """
+    length, sizes = cache.length, hierarchy.sizes
+    windowed = options.window is not None and options.window < length
+    if windowed or options.bias is not None or options.dropout_p or not options.is_causal:
+        return None
+    end = options.offset + query.shape[2]
+    if sizes is None or end != length or torch.is_grad_enabled():
+        return None
+    if isinstance(cache.keep, KeepWindows) and cache.keep.sizes != sizes:
+        return None
+    starts, stops = hierarchy.starts, hierarchy.stops
+    if stops is not None and bool((stops != length).any()):
+        return None
+    return read_levels(cache, sizes, None if starts is None else starts.expand(len(query)))
+
+
+def attend_evicted(
+    query: Tensor, levels: Levels, rule: Rule, options: Options, scale: float
+) -> Tensor:
+    """Compute `attend_levels` in plain torch, causal and without refinement.
+
+    This serves calls that the kernel cannot compute after keys were evicted. Refinement would need
+    scores of these keys. The cover of a query follows from its position (docs/hsa.md), so one
+    softmax over the kept tokens and means is enough.
+
+    Args:
+        query: [B, H, N, d]; query i is token `options.offset + i` of the row.
+        levels: Kept tokens and means.
+        rule, options, scale: As in `attend_levels`.
+
+    Returns:
+        [B, H, N, dv].
+    """
+    # The means decide dtype and device: tokens may be in half precision.
+    like, queries = levels.keys[-1], query.shape[2]
+    starts = torch.zeros(1).long() if levels.starts is None else levels.starts
+    starts = starts.to(like.device).view(-1, 1, 1, 1)
+    _, held = levels.held or (0, ((0, 0),) * len(levels.keys))
+
+    def by_head(x, dtype) -> Tensor:
+        return torch.as_tensor(x, dtype=dtype, device=like.device).reshape(1, -1, 1, 1)
+
+    last = options.offset + queries
+    place = torch.arange(options.offset, last, device=like.device).view(1, 1, -1, 1) - starts
+    near, sinks = by_head(rule.near, torch.long), by_head(rule.sinks, torch.long)
+    added = by_head(rule.block_bias, like.dtype)
+
+    # Collect keys, values and additive masks [B|1, H|1, N, columns] of every level.
+    parts = []
+    tables = zip(levels.keys, levels.values, held, strict=True)
+    for level, (key, value, (head, gone)) in enumerate(tables):
+        row = torch.arange(key.shape[2], device=like.device)
+        # Rows behind the front stand `gone` places later in the text. Windows start at each row's
+        # first real token.
+        index = torch.where(row < head, row, row + gone) - (0 if level else starts)
+        seen = is_seen(levels.sizes, level, index, place, near, sinks)
+        if level:
+            # Mean logit + log|B| + block bias.
+            bias = added + math.log(levels.sizes[level - 1])
+        else:
+            bias = torch.zeros_like(added)
+        # Leave out columns that no query of any row sees.
+        shown = seen.flatten(0, 2).any(0)
+        seen = seen[..., shown]
+        # Rows of a table that no query of a batch row sees may hold NaN, which a weight of 0 would
+        # pass on.
+        hidden = ~seen.flatten(1, 2).any(1)[:, None, :, None]
+        key, value = (t[:, :, shown].masked_fill(hidden, 0.0) for t in (key, value))
+        parts.append((key, value, torch.where(seen, bias, -math.inf)))
+    if options.sinks is not None:
+        # A key and a value of zeros give the sink's logit no value.
+        no_key, no_value = (torch.zeros_like(t[:, :, :1]) for t in parts[0][:2])
+        logit = by_head(options.sinks, like.dtype).expand(-1, -1, queries, 1)
+        parts.append((no_key, no_value, logit))
+
+    keys, values, biases = zip(*parts, strict=True)
+    batch, heads = (max(b.shape[axis] for b in biases) for axis in (0, 1))
+    mask = torch.cat([b.expand(batch, heads, -1, -1) for b in biases], -1)
+    out = scaled_dot_product_attention(
+        query.to(like.dtype),
+        torch.cat(keys, 2),
+        torch.cat(values, 2),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=True,
+    )
+    # A query that sees nothing gives 0. SDPA does not promise this on every device.
+    return out.masked_fill(mask.isneginf().all(-1, keepdim=True), 0.0)
+
+
+def is_seen(
+    sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor
+) -> Tensor:
+    """Return bool: whether causal queries attend to blocks of one level.
+
+    The blocks of level 0 are tokens. Windows are continued to the right: what a query sees does not
+    depend on how many tokens follow.
+
+    Args:
+        sizes: Window sizes, bottom first.
+        level: Level of the blocks.
+        index: Numbers of the blocks, which count from a row's first real token.
+        place: Places of the queries, which count likewise.
+        near, sinks: As in `is_open`.
+    """
+    widths = (1, *sizes)
+    start = place // sizes[0] * sizes[0]  # First token of the query's own window.
+
+    def stands_open(level: int, index: Tensor) -> Tensor:
+        first = index * widths[level]
+        left = start - (first + widths[level] - 1)
+        right = first - (start + sizes[0] - 1)
+        return is_open(first, left, right, near, sinks)
+
+    # A node is used if it is closed (or a token), and its parent is open.
+    if level:
+        seen = ((index + 1) * widths[level] <= start) & ~stands_open(level, index)
+    else:
+        seen = (index <= place) & (index >= 0)
+    if level == len(sizes):
+        return seen
+    return seen & stands_open(level + 1, index // (widths[level + 1] // widths[level]))

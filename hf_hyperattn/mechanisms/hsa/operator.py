@@ -26,8 +26,7 @@ from ...engines.graph_torch import refuse_in_operator
 from ...engines.options import full_precision
 from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
-from ...utils.readable import can_read
-from ...utils.torch_private import count_dispatch_modes, find_packet
+from ...utils.torch_private import find_packet
 
 # Separators of the names of tensors, and of the kinds of families in one name. No name contains
 # these characters.
@@ -36,11 +35,14 @@ BREAK, NEXT = "\x1f", "\x1e"
 #: Names of tensors that make a hierarchy, before the first space of a name.
 HIERARCHY_NAMES = ("starts", "stops", "parents", "kinds", "tokens")
 
+#: Name of a tensor of group ids.
+IDS = "ids"
+
 Named = list[tuple[str, Tensor]]
 
 
 class Function(NamedTuple):
-    """Hold one function that the operator can compute.
+    """Hold a function that the operator can compute.
 
     Args:
         compute: Takes (query, key and value; named tensors; sizes; numbers; scale). Returns the
@@ -59,24 +61,8 @@ class Function(NamedTuple):
     backward: Callable | None = None
 
 
+#: The functions by name. The modules that define them add them here.
 FUNCTIONS: dict[str, Function] = {}
-
-
-def register_function(
-    name: str, shape: Callable, pairs: Callable, backward: Callable | None = None
-):
-    """Return a decorator that registers a function of the operator.
-
-    Args:
-        name: Name of the function.
-        shape, pairs, backward: As in `Function`.
-    """
-
-    def add_function(compute):
-        FUNCTIONS[name] = Function(compute=compute, shape=shape, pairs=pairs, backward=backward)
-        return compute
-
-    return add_function
 
 
 def call_function(
@@ -106,11 +92,6 @@ def call_function(
         ValueError: The call is exported to ONNX, which has no such operator.
     """
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-    no_graph = can_read(*tensors) and not torch.is_grad_enabled()
-    # Dispatch takes a good part of a decoding step, so skip it. Dispatch modes such as FLOP
-    # counters need the operator.
-    if no_graph and not count_dispatch_modes():
-        return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     if torch.onnx.is_in_onnx_export():
         raise ValueError(
             "hsa is exported to ONNX over windows alone; allowed: no hierarchy=, the same tokens as queries and keys "
@@ -120,14 +101,22 @@ def call_function(
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)
 
 
-def flatten_hierarchy(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
-    """Return window sizes or None, and the named tensors of a hierarchy.
+def flatten_hierarchy(
+    hierarchy: Hierarchy | Tensor | tuple[int, ...],
+) -> tuple[int, list[int] | None, Named]:
+    """Return the length, the window sizes or None, and the named tensors of a hierarchy.
 
-    `unflatten_hierarchy` makes the hierarchy again.
+    `unflatten_hierarchy` makes the hierarchy again. Group ids and sizes without a length have
+    length -1.
     """
+    if isinstance(hierarchy, Tensor):
+        return -1, None, [(IDS, hierarchy)]
+    if isinstance(hierarchy, tuple):
+        return -1, list(hierarchy), []
+    length = hierarchy.length
     if hierarchy.sizes is not None:
         spans = ("starts", hierarchy.starts), ("stops", hierarchy.stops)
-        return list(hierarchy.sizes), [(name, t) for name, t in spans if t is not None]
+        return length, list(hierarchy.sizes), [(name, t) for name, t in spans if t is not None]
     named = []
     for tree, tokens in zip(hierarchy.trees, hierarchy.tokens):
         named += [
@@ -136,10 +125,12 @@ def flatten_hierarchy(hierarchy: Hierarchy) -> tuple[list[int] | None, Named]:
             ("kinds", tree.kinds),
             ("tokens", tokens),
         ]
-    return None, named
+    return length, None, named
 
 
-def unflatten_hierarchy(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarchy:
+def unflatten_hierarchy(
+    named: Named, sizes: Sequence[int] | None, length: int
+) -> Hierarchy | Tensor | tuple[int, ...]:
     """Return the hierarchy that `flatten_hierarchy` flattened.
 
     The same content gives the same object, so that its layout is made once.
@@ -147,11 +138,14 @@ def unflatten_hierarchy(named: Named, sizes: Sequence[int] | None, length: int) 
     Args:
         named: Named tensors; those of other purposes are ignored.
         sizes: Window sizes or None.
-        length: Number of tokens of a row.
+        length: Number of tokens of a row, or -1.
     """
+    windows = None if sizes is None else tuple(sizes)
+    if length < 0:
+        return dict(named)[IDS] if windows is None else windows
     parts = [(name, t) for name, t in named if name.split(" ")[0] in HIERARCHY_NAMES]
     content = tuple((name, t.cpu().numpy().tobytes()) for name, t in parts)
-    return _make_hierarchy(content, None if sizes is None else tuple(sizes), length)
+    return _make_hierarchy(content, windows, length)
 
 
 @lru_cache(maxsize=16)

@@ -23,7 +23,7 @@ from ...geometry.scalars import at_least
 from ...utils.readable import is_exporting
 from ...utils.torch_private import assert_in_graph
 from ..selection.places import text_starts
-from .config import Rule
+from .config import Rule, list_numbers
 from .open_blocks import is_open
 
 INF = float("inf")
@@ -51,13 +51,8 @@ def supports_call(query: Tensor, key: Tensor, options: Options, request: Any) ->
         return whole and plain_mask and not any(rest)
     # Without causality, the last window of a level may be its only child, which refinement must not
     # count twice.
-    refines = any(_top_k_tuple(rule))
+    refines = any(list_numbers(rule.refine_top_k))
     return whole and plain_mask and (request.is_causal or not refines)
-
-
-def _top_k_tuple(rule: Rule) -> tuple[int, ...]:
-    """Return `refine_top_k` as a tuple: one number for all heads, or one per head."""
-    return rule.refine_top_k if isinstance(rule.refine_top_k, tuple) else (rule.refine_top_k,)
 
 
 def attend_densely(
@@ -241,7 +236,7 @@ def key_logits(
     # From the top down: pairs whose blocks are open by their place, and pairs whose closed block
     # lies in a block that refinement has opened.
     opened, freed = torch.ones_like(visible), torch.zeros_like(visible)
-    top_k = _top_k_tuple(rule)
+    top_k = list_numbers(rule.refine_top_k)
     for size, same in reversed(levels):
         start, stop = (t[:, None, None, :] for t in window_ends(size))
         means = make_averaging(same, query.dtype)

@@ -8,33 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
+from ...hierarchy.batch import as_hierarchy
 from ...utils.readable import can_read, is_exporting, is_transformed
-from ...utils.torch_private import count_dispatch_modes
-from ..selection.cache import EVICTING, KeepWindows, LayerCache
+from ..selection.cache import LayerCache
 from ..selection.places import Reading, read_mask
 from . import operator, portable
-from .config import Rule
-from .evicted import attend_evicted
-from .masks import (
-    cut_hierarchy,
-    drop_first_tokens,
-    hierarchy_for,
-    lay_windows_by_text,
-    mask_is_causal,
-    restrict_to_real,
-)
-from .means_kept import read_levels
+from .config import Rule, list_numbers
+from .masks import drop_first_tokens, lay_under_mask
+from .means_kept import attend_cached, check_not_evicted
 from .pairs import count_sibling_pairs
 from .tree.both import attend_both
 from .windowed import native
-from .windowed.key import attend_levels, key_tied
-from .windowed.means import Levels
+from .windowed.key import attend_keys, list_by_head
 
 #: The output [B, H, N, dv], and the weights [B, H, N, M] or None.
 Result = tuple[Tensor, Tensor | None]
@@ -55,13 +47,12 @@ class Request:
             attention it may cover only the first keys; later keys continue its groups.
         rule: Tying and its settings.
         is_causal: Whether queries see only earlier keys, also if only the mask says so.
-        backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`.
+        backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`. A request with a cache
+            has "auto".
         weights: Also return the attention weights [B, H, N, M].
         cache: Cache of the keys and values that keeps means, or None. The means are used if the
             call allows it.
         reading: Facts read from the mask; None: read them in this call.
-        evicted: Whether a cache that this call cannot use has evicted keys. The keys of the call
-            are then placeholders.
         chunk: The layer's own attention starts again after this many tokens of a row. 1 if it may
             hide any token.
         position_ids: int64 [B|1, N] of the call, see `Reading.find_texts`.
@@ -74,7 +65,6 @@ class Request:
     weights: bool = False
     cache: LayerCache | None = None
     reading: Reading | None = None
-    evicted: bool = False
     chunk: int | None = None
     position_ids: Tensor | None = None
 
@@ -129,7 +119,8 @@ def attend_hierarchically(
         return call_operator(query, key, value, options, request)
     if request.cache is not None and not plain:
         # The cache keeps means of the layer's keys, not of the features of this score.
-        request = replace(request, cache=None, evicted=request.cache.keep is not None)
+        check_not_evicted(request.cache)
+        request = replace(request, cache=None)
     return attend_tied(query, key, value, options, request, scale)
 
 
@@ -169,7 +160,7 @@ def attend_tied(
     reading = request.reading
     if reading is None:
         reading = read_mask(query, key, options, is_causal)
-    stop, dropped = reading.stop, reading.places.dropped
+    stop = reading.stop
 
     # Step 1: remove the empty slots of a static cache, which lie behind the last query's own key.
     spare = key.shape[2] - stop
@@ -177,31 +168,32 @@ def attend_tied(
     mask = options.mask
     if mask is not None and stop < mask.shape[-1]:
         mask = mask[..., :stop]
+        options = replace(options, mask=mask)
 
     # Step 2: fit the hierarchy to the keys, and leave padding out of it.
-    hierarchy = hierarchy_for(request.hierarchy, len(query), dropped + stop, is_causal)
-    real, place = None, None
+    real = None if mask is None else reading.real_if_only_padding
+    if rule.tying == "both":
+        check_tied_both(options, real)
+    tokens = reading.places.dropped + stop
+    hierarchy, place = fit_hierarchy(request.hierarchy, len(query), tokens, is_causal), None
     if mask is not None:
-        real = reading.real_if_only_padding
-        if real is None and rule.tying == "key":
-            hierarchy, place = lay_under_mask(hierarchy, reading, request)
-        else:
-            there = reading.real_so_far if real is None else real
-            hierarchy = restrict_once(hierarchy, there, reading, is_causal)
-    hierarchy = cut_hierarchy(hierarchy, dropped + stop)
+        hierarchy, place = lay_under_mask(
+            hierarchy, reading, is_causal, request.chunk, request.position_ids
+        )
+    if hierarchy.length > tokens:
+        hierarchy = cut_hierarchy(hierarchy, tokens)
 
     # Step 3: attend.
     if rule.tying == "both":
         key = key.to(query.dtype)
-        masked = replace(options, mask=mask)
-        out, weights = attend_tied_both(query, key, value, masked, hierarchy, request, real)
+        out, weights = attend_tied_both(query, key, value, options, hierarchy, request)
     else:
-        if options.mask is not None:
+        if real is not None and not _needs_gradient(mask):
             # A mask that hides padding only is dropped: padding is in no tree, and the kernel takes
             # no masks.
-            options = replace(options, mask=mask if real is None or _needs_gradient(mask) else None)
+            options = replace(options, mask=None)
         out, weights = _attend_tied_keys(
-            query, key, value, options, hierarchy, request, reading, scale, place
+            query, key, value, options, hierarchy, request, tokens - stop, scale, place
         )
 
     # Step 4: zero causal rows that hold padding only. If not causal, such a row keeps the tree of a
@@ -215,6 +207,47 @@ def attend_tied(
     return out, weights
 
 
+def fit_hierarchy(
+    hierarchy: Hierarchy | Tensor | tuple[int, ...], batch: int, keys: int, is_causal: bool
+) -> Hierarchy:
+    """Return the caller's hierarchy, fitted to a batch.
+
+    Args:
+        hierarchy: A `Hierarchy`, group ids, or window sizes.
+        batch: Number of rows.
+        keys: Number of keys. In causal attention, trees may be longer than this (see
+            `cut_hierarchy`).
+        is_causal: Whether attention is causal.
+    """
+    if isinstance(hierarchy, tuple):
+        # A compiler cannot trace `lru_cache`.
+        compiling = torch.compiler.is_compiling()
+        return Hierarchy(keys, sizes=hierarchy) if compiling else make_windows(keys, hierarchy)
+    hierarchy = as_hierarchy(hierarchy)
+    if is_causal and not hierarchy.is_windows:
+        # A prompt may come in chunks. Its trees cover the whole prompt from the first chunk on.
+        keys = max(keys, hierarchy.length)
+    return hierarchy.fitted(batch, keys, growing=is_causal)
+
+
+@lru_cache(maxsize=16)
+def make_windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
+    """Return windows without padding, the same object for all layers.
+
+    Results are cached with a hierarchy object (see `layout_of`), so layers must share it.
+    """
+    return Hierarchy(length, sizes=sizes)
+
+
+def cut_hierarchy(hierarchy: Hierarchy, keys: int) -> Hierarchy:
+    """Return the trees over the first `keys` tokens.
+
+    Leaves of later tokens stay in the trees. They all refer to token `keys`, which no query sees.
+    """
+    tokens = tuple(places.clamp_max(keys) for places in hierarchy.tokens)
+    return Hierarchy(keys, hierarchy.trees, tokens)
+
+
 def _attend_tied_keys(
     query: Tensor,
     key: Tensor,
@@ -222,172 +255,59 @@ def _attend_tied_keys(
     options: Options,
     hierarchy: Hierarchy,
     request: Request,
-    reading: Reading,
+    dropped: int,
     scale: float,
-    place: Tensor | None = None,
+    place: Tensor | None,
 ) -> Result:
     """Attend with tying="key", from the cached means if the cache fits the call.
 
     Args:
         query, key, value, options, request, scale: As in `attend_tied`, without empty slots.
         hierarchy: Trees over the real keys; padding is in no tree.
-        reading: Facts read from the mask.
+        dropped: Number of tokens of a row that a cache has dropped before the keys.
         place: int64 [B, M], the number of each key in its text; None: its number in the row.
     """
-    rule, mask = request.rule, options.mask
-    stop, dropped = key.shape[2], reading.places.dropped
-    by_mask = mask_is_causal(options, request.is_causal)
+    rule, mask, stop = request.rule, options.mask, key.shape[2]
+    # Transformers calls causal attention with a mask, and the queries are then the last tokens.
+    by_mask = request.is_causal and not options.is_causal
     if mask is not None and by_mask:
-        hierarchy, without_sinks = drop_first_tokens(hierarchy, dropped, _find_largest(rule.sinks))
+        hierarchy, without_sinks = drop_first_tokens(
+            hierarchy, dropped, max(list_numbers(rule.sinks))
+        )
         # Sinks count from the first leaf. Without the first windows they would open blocks of later
         # tokens.
         rule = replace(rule, sinks=0) if without_sinks else rule
-    ask = {
-        "near": rule.near,
-        "sinks": rule.sinks,
-        "block_bias": rule.block_bias,
-        "scale": scale,
-        "sink_logit": options.sinks,
-        "offset": stop - query.shape[2] if by_mask else options.offset,
-    }
-    default_backend = request.backend in ("auto", "native")
-    plain = mask is None and not dropped and not request.weights and default_backend
-    cache = request.cache
-    if cache is not None and plain:
-        out = attend_cached(query, key, cache, hierarchy, options, rule, ask)
-        if out is not None:
-            return out, None
-    if request.evicted or (cache is not None and cache.keep is not None):
-        raise ValueError(
-            "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
-            "mask, no gradients, no attention weights; or evict=False"
-        )
     bias = options.bias
     if bias is not None and bias.shape[-1] == 1:
         # It is the same for all keys. Softmax does not change, unless a sink has no bias.
         bias = None if options.sinks is None else bias.expand(*bias.shape[:-1], stop)
     elif bias is not None:
         bias = bias[..., :stop]
-    return key_tied(
+    options = replace(
+        options,
+        bias=bias,
+        is_causal=request.is_causal and (mask is None or options.is_causal),
+        offset=stop - query.shape[2] if by_mask else options.offset,
+    )
+    cache = request.cache
+    if cache is not None:
+        if mask is None and not dropped and not request.weights:
+            out = attend_cached(query, stop, cache, hierarchy, rule, options, scale)
+            if out is not None:
+                return out, None
+        check_not_evicted(cache)
+    return attend_keys(
         query,
         key,
         value,
         hierarchy,
-        is_causal=request.is_causal and (mask is None or options.is_causal),
-        window=options.window,
-        mask=mask,
-        dropout_p=options.dropout_p,
-        weights=request.weights,
-        **ask,
-        bias=bias,
-        refine_top_k=rule.refine_top_k,
+        rule,
+        options,
+        scale=scale,
         backend=request.backend,
+        weights=request.weights,
         place=place,
     )
-
-
-def attend_cached(
-    query: Tensor,
-    key: Tensor,
-    cache: LayerCache,
-    hierarchy: Hierarchy,
-    options: Options,
-    rule: Rule,
-    ask: dict,
-) -> Tensor | None:
-    """Return the output from cached means, or None if they do not fit.
-
-    Args:
-        query, key, hierarchy, options: As in `attend_tied`.
-        cache: Cache of the keys and values.
-        rule: Settings of the tying.
-        ask: near, sinks, block_bias, scale, sink_logit and offset of the call.
-
-    Returns:
-        [B, H, N, dv] or None.
-    """
-    check_kept(cache, rule)
-    levels = cached_levels(cache, options, hierarchy, key, ask["offset"] + query.shape[2])
-    # FLOP counters see only operators, so under a dispatch mode the call must go through one.
-    if levels is None or (cache.keep is None and count_dispatch_modes()):
-        return None
-    if levels.held is not None and not native.can_serve(query):
-        return attend_evicted(query, levels, **ask)
-    return attend_levels(
-        query, levels, refine_top_k=rule.refine_top_k, is_causal=True, lse=False, **ask
-    )[0]
-
-
-def check_kept(cache: LayerCache, rule: Rule) -> None:
-    """Raise if a cache has evicted keys that this rule needs.
-
-    This happens if the model was patched again after the cache was made.
-
-    Raises:
-        ValueError: The rule opens more tokens than were kept, or opens blocks by their scores.
-    """
-    keep = cache.keep
-    if not isinstance(keep, KeepWindows):
-        return
-    near, sinks, top_k = map(_find_largest, (rule.near, rule.sinks, rule.refine_top_k))
-    if near > keep.near or sinks > keep.sinks or top_k:
-        raise ValueError(
-            f"{EVICTING} keeps {keep.near} near keys and {keep.sinks} first ones, and hsa asks for {near} and {sinks}, "
-            f"with refine_top_k={top_k}; allowed: a cache that was made for this model, as it is patched now"
-        )
-
-
-def _find_largest(value) -> int:
-    """Return the largest number of all heads."""
-    return max(value) if isinstance(value, tuple) else value
-
-
-def restrict_once(
-    hierarchy: Hierarchy, real: Tensor | None, reading: Reading, is_causal: bool
-) -> Hierarchy:
-    """Return the hierarchy over the real tokens, computed once for all layers.
-
-    Args:
-        hierarchy: Trees over the tokens of the call.
-        real: bool [B, keys]; None: all tokens are real.
-        reading: Facts of the mask, which keep the result.
-        is_causal: Whether attention is causal.
-    """
-    if real is None:
-        return hierarchy
-    # A mask can be read in two ways, and both results may be needed under one mask.
-    name = real is reading.real_if_only_padding, is_causal
-    make = lambda: restrict_to_real(hierarchy, real, is_causal)
-    return reading.make_once(hierarchy, name, make)
-
-
-def lay_under_mask(
-    hierarchy: Hierarchy, reading: Reading, request: Request
-) -> tuple[Hierarchy, Tensor | None]:
-    """Return the hierarchy under a mask that hides more than padding.
-
-    Windows start again with every text if the mask packs several texts into a row. Other trees stay
-    as the caller defined them.
-
-    Args:
-        hierarchy: Trees over the present keys and the keys that a cache has dropped.
-        reading: Facts of the mask.
-        request: The request of the call.
-
-    Returns:
-        The hierarchy, and the number of each key in its text, int64 [B, M]; None if each row holds
-        one text.
-    """
-    is_causal = request.is_causal
-    texts = reading.find_texts(request.chunk, request.position_ids)
-    if texts is None or not hierarchy.is_windows:
-        return restrict_once(hierarchy, reading.real_so_far, reading, is_causal), None
-    lay = lambda: lay_windows_by_text(hierarchy, texts, is_causal)
-    if request.chunk is not None:
-        # The texts depend on position_ids here, which may change under the same mask: do not
-        # remember the result.
-        return lay(), texts.place
-    return reading.make_once(hierarchy, ("texts", is_causal), lay), texts.place
 
 
 def _needs_gradient(mask: Tensor | None) -> bool:
@@ -395,48 +315,15 @@ def _needs_gradient(mask: Tensor | None) -> bool:
     return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
-def cached_levels(
-    cache: LayerCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int
-) -> Levels | None:
-    """Return the cached tokens and means, or None if the call cannot use them.
-
-    The means fit plain windows over all cached keys, without sliding window, bias, dropout and
-    gradients.
+def check_tied_both(options: Options, real: Tensor | None) -> None:
+    """Raise if the queries of a block would differ, which tying="both" does not allow.
 
     Args:
-        cache: Cache of the keys and values.
         options: Options of the call.
-        hierarchy: Trees over the keys.
-        key: Keys of the call, [B, Hkv, M, d].
-        end: One past the last query's token.
-    """
-    length = cache.length
-    windowed = options.window is not None and options.window < length
-    if windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
-        return None
-    if key.shape[2] != length or end != length or torch.is_grad_enabled():
-        return None
-    if isinstance(cache.keep, KeepWindows) and cache.keep.sizes != hierarchy.sizes:
-        return None
-    starts, stops = hierarchy.starts, hierarchy.stops
-    if stops is not None and bool((stops != length).any()):
-        return None
-    starts = starts if starts is None else starts.expand(key.shape[0])
-    return read_levels(cache, hierarchy.sizes or (), starts)
-
-
-def attend_tied_both(
-    query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real
-) -> Result:
-    """Attend with tying="both", after refusing options that it cannot have.
-
-    Args:
-        query, key, value, options, request: As in `attend_tied`.
-        hierarchy: Trees over the real tokens.
         real: bool [B, N] if the mask hides padding only, else None.
 
     Raises:
-        ValueError: An option under which the queries of one block would differ.
+        ValueError: An option that differs between the queries of a block.
     """
     refused = {
         "causal attention": options.is_causal,
@@ -452,6 +339,22 @@ def attend_tied_both(
                 f"hsa with tying='both' was called with {name}, under which queries of a block differ; allowed: "
                 "tying='key', or a call without it"
             )
+
+
+def attend_tied_both(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    hierarchy: Hierarchy,
+    request: Request,
+) -> Result:
+    """Attend with tying="both".
+
+    Args:
+        query, key, value, options, request: As in `attend_tied`.
+        hierarchy: Trees over the real tokens.
+    """
     settings = dict(keep_diagonal=request.rule.keep_diagonal, position_bias=options.bias)
     out = attend_both(query, key, value, hierarchy, 1.0, **settings)
     if not request.weights:
@@ -524,15 +427,9 @@ def _needs_operator(options: Options, request: Request) -> bool:
         return True
     # Without causality, refinement may meet windows with a single child, which depend on the
     # length.
-    if not request.is_causal and _refines(rule):
+    if not request.is_causal and any(list_numbers(rule.refine_top_k)):
         return True
     return request.weights or options.window is not None or options.bias is not None
-
-
-def _refines(rule: Rule) -> bool:
-    """Return whether any head opens blocks by their scores."""
-    top_k = rule.refine_top_k
-    return any(top_k if isinstance(top_k, tuple) else (top_k,))
 
 
 def call_operator(
@@ -551,8 +448,7 @@ def call_operator(
         raise ValueError(
             "hsa with a learned mask cannot be compiled; allowed: learn a position_bias instead"
         )
-    rule, hierarchy = request.rule, request.hierarchy
-    heads = query.shape[1]
+    rule, heads = request.rule, query.shape[1]
     block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device)
     extras = {
         "mask": options.mask,
@@ -560,17 +456,7 @@ def call_operator(
         "sinks": options.sinks,
         "block_bias": block_bias.expand(heads),
     }
-    # A length of -1 stands for a hierarchy that is made from ids or sizes inside the operator.
-    sizes: list[int] | None = None
-    parts: operator.Named = []
-    length = -1
-    if isinstance(hierarchy, Tensor):
-        parts = [("ids", hierarchy)]
-    elif isinstance(hierarchy, tuple):
-        sizes = list(hierarchy)
-    else:
-        sizes, parts = operator.flatten_hierarchy(hierarchy)
-        length = hierarchy.length
+    length, sizes, parts = operator.flatten_hierarchy(request.hierarchy)
     # `_compute_tied` reads these by position.
     numbers = [
         length,
@@ -582,18 +468,13 @@ def call_operator(
         options.is_causal,
         request.weights,  # WEIGHTS
         request.chunk or 0,
-        *_list_by_head(rule.near, heads),
-        *_list_by_head(rule.sinks, heads),
-        *_list_by_head(rule.refine_top_k, heads),
+        *list_by_head(rule.near, heads),
+        *list_by_head(rule.sinks, heads),
+        *list_by_head(rule.refine_top_k, heads),
     ]
     parts = [(name, t) for name, t in extras.items() if t is not None] + parts
     out, weights = operator.call_function("tied", [query, key, value], parts, sizes, numbers, 1.0)
     return out, weights if request.weights else None
-
-
-def _list_by_head(value, heads: int) -> list[int]:
-    """Return one integer per head."""
-    return list(value) if isinstance(value, tuple) else [value] * heads
 
 
 def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tuple[int, ...]:
@@ -616,7 +497,6 @@ def _count_pairs(query, key, named, sizes, numbers) -> float:
     return heads * count_sibling_pairs(keys, sizes)
 
 
-@operator.register_function("tied", _shape_of_weights, _count_pairs)
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     """Compute the operator "tied" from the arguments that `call_operator` wrote."""
     query, key, value = tensors
@@ -642,13 +522,8 @@ def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor
         offset=offset,
         sinks=extras.get("sinks"),
     )
-    hierarchy = extras.get("ids")
-    if hierarchy is None and length < 0:
-        hierarchy = tuple(sizes)
-    elif hierarchy is None:
-        hierarchy = operator.unflatten_hierarchy(named, sizes, length)
     request = Request(
-        hierarchy=hierarchy,
+        hierarchy=operator.unflatten_hierarchy(named, sizes, length),
         rule=rule,
         is_causal=bool(is_causal),
         weights=bool(weights),
@@ -657,3 +532,8 @@ def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor
     out, shown = attend_tied(query, key, value, options, request)
     # The weights have no gradient inside the operator.
     return out, out.new_empty(0) if shown is None else shown.detach()
+
+
+operator.FUNCTIONS["tied"] = operator.Function(
+    compute=_compute_tied, shape=_shape_of_weights, pairs=_count_pairs
+)

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ...utils.attached import attach, attached_to
-from ...utils.readable import is_recorded
+from ...utils.attached import attach
 from .growing import TAKEN_BACK, GrowingTensor
 
 #: (near, sinks): a head only sees its last `near` tokens and the first `sinks` tokens; None: it may
@@ -322,30 +321,3 @@ def slice_heads(tensor: Tensor, heads: list[int]) -> Tensor:
     """Return some heads of [B, H, ...]; a view if they are consecutive."""
     first, last = heads[0], heads[-1]
     return tensor[:, first : last + 1] if last - first + 1 == len(heads) else tensor[:, heads]
-
-
-def find_layer_cache(key: Tensor, value: Tensor, mechanism: str, kind: type) -> LayerCache | None:
-    """Return the cache that keys and values come from.
-
-    Args:
-        key, value: Of an attention call.
-        mechanism: The name for errors.
-        kind: The type of `LayerCache.keep` that the mechanism can read, for a cache that may evict.
-
-    Returns:
-        The cache; None if keys and values do not come from the same one, and in recorded calls.
-
-    Raises:
-        ValueError: The cache evicts for another mechanism.
-    """
-    if is_recorded():
-        return None
-    cache = attached_to(key, LayerCache)
-    if cache is not attached_to(value, LayerCache):
-        return None
-    if cache is not None and cache.keep is not None and not isinstance(cache.keep, kind):
-        raise ValueError(
-            f"{EVICTING} was made for the model as it was patched before, and has forgotten keys that {mechanism} may "
-            "read; allowed: a new cache, or evict=False"
-        )
-    return cache

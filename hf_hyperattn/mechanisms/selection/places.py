@@ -243,9 +243,10 @@ class Reading:
     @property
     def stop(self) -> int:
         """Number of keys that can be seen: up to the last query's own, or all."""
-        if not (self.is_causal or self.grows) or self.places.stop is None:
+        if not (self.is_causal or self.grows):
             return self.keys
-        return self.places.stop
+        start = self.places.start
+        return start + self.queries if isinstance(start, int) else self.keys
 
     def _find_places(self) -> Places:
         """Return where queries and keys stand."""
@@ -268,7 +269,7 @@ class Reading:
             return 0
         if self.by_position:
             return self.offset
-        if self.first.keys is not None:
+        if self.first.is_known:
             return min(max(0, self.first.keys - n), max(0, m - n))
         if self.mask is None:
             return m - n
@@ -295,7 +296,7 @@ class Reading:
             return None
         real = real.to(self.device)
         # Empty slots of a static cache are not real.
-        if first.keys is not None and first.keys < self.keys:
+        if first.is_known and first.keys < self.keys:
             number = torch.arange(dropped + self.keys, device=self.device)
             real = real & (number < dropped + first.keys)
         return None if can_read(real) and bool(real.all()) else real

@@ -18,8 +18,8 @@ from ...config.fields import refuse
 from ...engines import DOT, Options, PairScore, ScoreTerm, working_dtype
 from ...engines.sdpa import sum_biases
 from ..base import Host, HostCall, MechanismLayer, Plan
+from ..call_cache import refuse_pruned
 from ..checks import check_host
-from ..pruned import refuse_pruned
 from .attention import attend
 from .config import TrilinearConfig
 from .joined import RealTokens, find_real_tokens, join_tokens

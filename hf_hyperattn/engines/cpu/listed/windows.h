@@ -361,7 +361,7 @@ class WindowTile {
       const Ints there = lane_numbers() < candidates_.count - i;
       const Ints stays = there & (load(candidates_.standing.data() + i) == Candidates::kChild);
       rows = keep(load(candidates_.ids.data() + i), stays, rows);
-      // never a block of one token, which gets no bias: `key_tied` sends no such calls here (has_chains in windowed/key.py)
+      // never a block of one token, which gets no bias: `attend_keys` sends no such calls here (has_chains in windowed/key.py)
       logits = keep(as_bits(load(candidates_.scores.data() + i) + bias_), stays, logits);
     }
     opened.count = rows - opened.rows.data();

@@ -8,6 +8,7 @@ branching). Results agree with `reference.definition_both`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,8 +161,8 @@ def call_operator(query, key, value, hierarchy, scale, keep_diagonal, position_b
     more = [] if position_bias is None else [("position_bias", position_bias)]
     # No table is different from no tables: see `pair_terms`. The last number tells them apart.
     more += [] if tables is None else [(TABLE + kind, table) for kind, table in tables.items()]
-    sizes, parts = operator.flatten_hierarchy(hierarchy)
-    numbers = [hierarchy.length, keep_diagonal, tables is not None]
+    length, sizes, parts = operator.flatten_hierarchy(hierarchy)
+    numbers = [length, keep_diagonal, tables is not None]
     return operator.call_function("both", [query, key, value], more + parts, sizes, numbers, scale)
 
 
@@ -177,7 +178,6 @@ def _count_pairs(query, key, named, sizes, numbers) -> float:
     return heads * nodes * nodes / (nodes - leaves)
 
 
-@operator.register_function("both", lambda query, key, numbers: query.shape[:2], _count_pairs)
 def _run_both_operator(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     """Compute the operator "both" from the arguments that `call_operator` wrote."""
     query, key, value = tensors
@@ -185,7 +185,7 @@ def _run_both_operator(tensors, named, sizes, numbers, scale) -> tuple[Tensor, T
     tables = None
     if has_tables:
         tables = {name.removeprefix(TABLE): t for name, t in named if name.startswith(TABLE)}
-    hierarchy = operator.unflatten_hierarchy(named, sizes, length)
+    hierarchy: Any = operator.unflatten_hierarchy(named, sizes, length)
     return compute_both(
         query,
         key,
@@ -196,3 +196,10 @@ def _run_both_operator(tensors, named, sizes, numbers, scale) -> tuple[Tensor, T
         position_bias=dict(named).get("position_bias"),
         tables=tables,
     )
+
+
+operator.FUNCTIONS["both"] = operator.Function(
+    compute=_run_both_operator,
+    shape=lambda query, key, numbers: query.shape[:2],
+    pairs=_count_pairs,
+)

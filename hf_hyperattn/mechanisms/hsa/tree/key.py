@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ....engines.options import position_mask, read_visible
 from ....geometry.scalars import at_least
 from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
+from ..config import Rule
 from ..open_blocks import is_open
 
 # Numbers in the logits of one block of rows: on a CPU a few of its caches, on other devices enough
@@ -74,30 +75,15 @@ def windows_over(
     return windows_tree(count, sizes), leaves
 
 
-@dataclass(frozen=True)
-class KeyTying:
-    """Hold the tying and the masks of a call.
-
-    Args:
-        near, sinks, top_k: int64 [H].
-        block_bias: [H] or None.
-        options: Masks and the other options of an engine; mask and bias have four axes.
-        weights: Whether to return the weights.
-        place: int64 [B, M], the number of each key in its text, from which `sinks` counts; None:
-            its number in the row.
-    """
-
-    near: Tensor
-    sinks: Tensor
-    top_k: Tensor
-    block_bias: Tensor | None
-    options: Options
-    weights: bool = False
-    place: Tensor | None = None
-
-
 def attend_trees(
-    query: Tensor, key: Tensor, value: Tensor, trees: Sequence[tuple[Tree, Tensor]], call: KeyTying
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hierarchy: Hierarchy,
+    rule: Rule,
+    options: Options,
+    weights: bool = False,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return output, log-sum-exp and weights of tied attention.
 
@@ -105,15 +91,24 @@ def attend_trees(
         query: [B, H, N, d], scaled, in the working dtype, as key and value.
         key: [B, Hkv, M, d].
         value: [B, Hkv, M, dv].
-        trees: One pair for all rows, or one for each row: the tree, and the token of every leaf,
-            int64 [leaves]. No query sees a token beyond the keys (of a tree that is continued to
-            the right).
-        call: Tying and masks.
+        hierarchy: Trees over the M keys.
+        rule: One number per head: lists of integers, and a block bias [H] or None.
+        options: Masks and the other options of an engine; mask and bias have four axes.
+        weights: Whether to return the weights.
+        place: int64 [B, M], the number of each key in its text, from which the sinks count; None:
+            its number in the row.
 
     Returns:
         Output [B, H, N, dv]; log-sum-exp [B, H, N], +inf if a query sees nothing; weights [B, H, N,
         M] or None.
     """
+    # No query sees a token beyond the keys, of a tree that is continued to the right.
+    trees = trees_of(hierarchy, options.is_causal)
+    near, sinks, top_k = (
+        torch.tensor(counts, device=query.device)
+        for counts in (rule.near, rule.sinks, rule.refine_top_k)
+    )
+    rule = replace(rule, near=near, sinks=sinks, refine_top_k=top_k)
     heads, n = query.shape[1], query.shape[2]
     same = len(trees) == 1
     most = BLOCK_ELEMENTS if query.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
@@ -124,22 +119,31 @@ def attend_trees(
     parts = []
     for rows in row_groups:
         tree = KeyTree(*trees[rows.start or 0], key.shape[2], query.device)
-        if call.place is not None:
-            tree.count_from(call.place[rows.start or 0])
+        if place is not None:
+            tree.count_from(place[rows.start or 0])
         tables = [repeat_heads(tree.compute_means(t[rows]), heads) for t in (key, value)]
         # Causal blocks grow with their position. The last and largest comes first, because blocks
         # that grow from one to the next fragment the heap (0.6 GiB).
         for start in reversed(range(0, n, step)):
             block = slice(start, min(start + step, n))
-            inputs: Any = (query[rows, :, block], *tables, tree, call, rows, block)
+            inputs: Any = (
+                query[rows, :, block],
+                *tables,
+                tree,
+                rule,
+                options,
+                weights,
+                rows,
+                block,
+            )
             if torch.is_grad_enabled():
                 parts.append(checkpoint(_attend_block, *inputs, use_reentrant=False))
             else:
                 parts.append(_attend_block(*inputs))
-    out, lse, weights = zip(*parts, strict=True)
+    out, lse, shares = zip(*parts, strict=True)
     count = -(-n // step)  # Blocks of one row.
-    joined_weights = _join_blocks(weights, count) if call.weights else None
-    return _join_blocks(out, count), _join_blocks(lse, count), joined_weights
+    joined_shares = _join_blocks(shares, count) if weights else None
+    return _join_blocks(out, count), _join_blocks(lse, count), joined_shares
 
 
 def _join_blocks(parts: Sequence[Tensor], count: int) -> Tensor:
@@ -320,7 +324,9 @@ def _attend_block(
     key: Tensor,
     value: Tensor,
     tree: KeyTree,
-    call: KeyTying,
+    rule: Rule,
+    options: Options,
+    weights: bool,
     rows: slice,
     block: slice,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -330,10 +336,11 @@ def _attend_block(
         query: [B, H, R, d].
         key, value: Means of all nodes, [B, H, nodes, ...].
         tree: Tree over the keys.
-        call: Tying and masks.
+        rule: Counts are tensors, int64 [H].
+        options, weights: As in `attend_trees`.
         rows, block: Rows of the batch, and queries, that `query` holds.
     """
-    options, blocks = call.options, tree.blocks
+    blocks = tree.blocks
     leaves = tree.leaves_of(block.start + options.offset, block.stop + options.offset)
     if options.is_causal:
         # Later tokens are hidden from the whole block: leave out their columns.
@@ -355,9 +362,9 @@ def _attend_block(
 
     # Hide the nodes that a query does not attend to. The block bias comes after the choice, which
     # does not read it.
-    attended = find_cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
-    if call.block_bias is not None:
-        logits[..., :blocks] += _align_heads(call.block_bias)
+    attended = find_cover(logits[..., :blocks].detach(), seen, tree, leaves, rule)
+    if rule.block_bias is not None:
+        logits[..., :blocks] += _align_heads(rule.block_bias)
         # A query whose logits are all -inf must have gradient 0, not the NaN of 0 · infinity.
         attended &= ~logits.detach().isneginf()
     logits = torch.where(attended, logits, -torch.inf)
@@ -369,7 +376,7 @@ def _attend_block(
         lse = torch.logaddexp(lse, _align_heads(options.sinks))
     shares = torch.exp(logits - lse)
     lse = lse[..., 0].masked_fill(lse[..., 0] <= least, torch.inf)
-    if not (call.weights or options.dropout_p):
+    if not (weights or options.dropout_p):
         return weighted_sum(shares, value), lse, None
 
     # Weights and dropout are defined by token, so the weights of blocks are spread over their
@@ -378,8 +385,8 @@ def _attend_block(
     dropped = dropout(shares, options.dropout_p) if options.dropout_p else shares
     out = weighted_sum(dropped, value[..., blocks:, :])
     index = tree.tokens.expand_as(shares)
-    weights = shares.new_zeros(*shares.shape[:-1], tree.keys).scatter_add_(-1, index, shares)
-    return out, lse, weights
+    by_token = shares.new_zeros(*shares.shape[:-1], tree.keys).scatter_add_(-1, index, shares)
+    return out, lse, by_token
 
 
 def _align_heads(numbers: Tensor) -> Tensor:
@@ -387,9 +394,7 @@ def _align_heads(numbers: Tensor) -> Tensor:
     return numbers[:, None, None]
 
 
-def find_cover(
-    scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: KeyTying
-) -> Tensor:
+def find_cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, rule: Rule) -> Tensor:
     """Return bool [B, H, R, nodes]: the nodes that a query attends to.
 
     These are closed blocks and tokens. From the root down, a block whose parent is open stays
@@ -401,7 +406,7 @@ def find_cover(
         seen: bool [B|1, H|1, R, leaves], the tokens that a query sees.
         tree: Tree over the keys.
         leaves: int [R], the leaf of each query.
-        call: Tying and masks.
+        rule: Counts are tensors, int64 [H].
     """
     blocks = tree.blocks
     # A block with a hidden token must be open, because its mean would show that token.
@@ -409,11 +414,11 @@ def find_cover(
     distance = tree.measure_distance(leaves)[:, :blocks]
     # Groups need not be contiguous, so one distance to the nearest leaf stands for both sides.
     by_place = is_open(
-        tree.first[:blocks], distance, distance, _align_heads(call.near), _align_heads(call.sinks)
+        tree.first[:blocks], distance, distance, _align_heads(rule.near), _align_heads(rule.sinks)
     )
     opened = (by_place | part).expand(scores.shape).clone()
     closed = torch.zeros_like(opened)
-    refined = bool((call.top_k > 0).any())
+    refined = bool((rule.refine_top_k > 0).any())
     for level in tree.levels:
         nodes = level[level < blocks]
         reached = opened[..., tree.parents[nodes]]
@@ -426,7 +431,7 @@ def find_cover(
                 .masked_fill(~rest, -torch.inf)
                 .argsort(dim=-1, descending=True, stable=True)
             )
-            best = torch.arange(len(nodes), device=tree.device) < _align_heads(call.top_k)
+            best = torch.arange(len(nodes), device=tree.device) < _align_heads(rule.refine_top_k)
             # Heads with few closed blocks also rank blocks that are not candidates: `rest` removes
             # them.
             best = rest & torch.zeros_like(rest).scatter(-1, order, best.expand(order.shape))

@@ -93,6 +93,23 @@ class Group:
     children: Any
     parents: int
 
+    @classmethod
+    def of_sizes(cls, size: Tensor, *, fixed: Tensor, **rest) -> Group:
+        """Return a group from the sizes of its children.
+
+        Args:
+            size: float64, shaped as `share`.
+            fixed: As in the class, never None.
+            rest: `kind`, `children` and `parents`.
+        """
+        return cls(
+            share=size / size.sum(-1, keepdim=True),
+            log_size=size.log(),
+            fixed=fixed if bool(fixed.any()) else None,
+            all_fixed=bool(fixed.all()),
+            **rest,
+        )
+
     @property
     def families(self) -> int:
         """Return F, the number of families."""
@@ -149,12 +166,9 @@ class WindowLayout:
         start = torch.arange(families * b, device=device) * width
         # The last window may be incomplete, and filling has size 0.
         size = (self.length - start).clamp(0, width).double().view(1, 1, families, b)
-        has_fixed = level > 0 or bool((size == 0).any())
-        return Group(
-            share=size / size.sum(-1, keepdim=True),
-            log_size=size.log(),
-            fixed=(size == 0) | (level > 0) if has_fixed else None,
-            all_fixed=level > 0,
+        return Group.of_sizes(
+            size,
+            fixed=(size == 0) | (level > 0),
             kind=torch.zeros(families, dtype=torch.long, device=device),
             children=level,
             parents=level + 1,
@@ -285,13 +299,9 @@ class TreeLayout:
             inner.append(fill(node >= tree.leaves, True))
             names = torch.tensor([self.kind_names.index(name) for name in tree.kind_names])
             kinds.append(names[tree.kinds[families.parent]])
-        size = torch.cat(sizes).double()[None, None]
-        fixed = torch.cat(inner)[None, None]
-        return Group(
-            share=(size / size.sum(-1, keepdim=True)).to(device),
-            log_size=size.log().to(device),
-            fixed=fixed.to(device) if bool(fixed.any()) else None,
-            all_fixed=bool(fixed.all()),
+        return Group.of_sizes(
+            torch.cat(sizes).double()[None, None].to(device),
+            fixed=torch.cat(inner)[None, None].to(device),
             kind=torch.cat(kinds).to(device),
             children=_as_slice(torch.cat(places).flatten().to(device)),
             parents=first,

@@ -19,41 +19,30 @@ from torch import Tensor
 
 from ....engines import Options, working_dtype
 from ....hierarchy import Hierarchy
-from ....hierarchy.windows import checked_sizes
 from ....utils.readable import can_read
+from ....utils.torch_private import count_dispatch_modes
 from .. import operator
+from ..config import Rule
 from ..pairs import count_query_pairs
-from ..tree import key as tree_key
+from ..tree.key import attend_trees
 from . import native
-from .means import Levels, pool_levels, span_lists, unpool_gradients
+from .native import Levels, pool_levels
 
-#: Values of `backend` in `key_tied`; "rows" is an older name of "torch".
+#: Values of `backend` in `attend_keys`; "rows" is an older name of "torch".
 BACKENDS = ("auto", "torch", "native", "rows")
 
-#: A number for all heads, or one per query head.
-PerHead = int | Sequence[int] | Tensor
 
-
-def key_tied(
+def attend_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    hierarchy: Hierarchy | Sequence[int],
+    hierarchy: Hierarchy,
+    rule: Rule,
+    options: Options,
     *,
-    near: PerHead = 0,
-    sinks: PerHead = 0,
-    refine_top_k: PerHead = 0,
-    block_bias: float | Tensor | None = None,
-    is_causal: bool = False,
-    offset: int = 0,
-    scale: float | None = None,
-    sink_logit: Tensor | None = None,
-    window: int | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    weights: bool = False,
+    scale: float,
     backend: str = "auto",
+    weights: bool = False,
     place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax(S')·V with tied keys; S = scale · q·k + bias.
@@ -67,47 +56,28 @@ def key_tied(
     by rounding, the same in every pass.
 
     Args:
-        query: [B, H, N, d]; query i is token `offset + i`: a full pass, the last N of M tokens, or
-            one step.
+        query: [B, H, N, d]; query i is token `options.offset + i`: a full pass, the last N of M
+            tokens, or one step.
         key: [B, Hkv, M, d], Hkv dividing H.
         value: [B, Hkv, M, dv].
-        hierarchy: Trees over the M keys, or window sizes. Padding is never seen, and a padded query
-            gives 0.
-        near, sinks, refine_top_k, block_bias: As in `functional.hierarchical_attention`.
-        is_causal, window, mask, bias, dropout_p: As in `Options`.
-        scale: Factor of q·k; None: 1/sqrt(d).
-        sink_logit: [H], one more logit per head that is used in the softmax and has no value.
-        weights: Also return the attention weights [B, H, N, M].
+        hierarchy: Trees over the M keys. Padding is in no tree.
+        rule: Its numbers may also be lists or tensors, and `block_bias` None.
+        options: Mask and bias have four axes, and there is no softcap.
+        scale: Factor of q·k.
         backend: "auto", "native" (the compiled kernel), or "torch".
-        place: int64 [B, M], the number of each key in its text, from which `sinks` counts if a mask
-            packs several texts into a row; None: its number in the row.
+        weights: Also return the attention weights [B, H, N, M].
+        place: int64 [B, M], the number of each key in its text, from which the sinks count if a
+            mask packs several texts into a row; None: its number in the row.
 
     Returns:
         [B, H, N, dv], float32, or float64 for float64 inputs; and the weights or None.
 
     Raises:
-        ValueError: A hierarchy of another length or batch size, an unknown backend, or one that
-            cannot do the call.
+        ValueError: The backend cannot do the call.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    hierarchy = _fit_hierarchy(hierarchy, key)
-    dtype, heads = working_dtype(query), query.shape[1]
-    sink_logit = None if sink_logit is None else sink_logit.to(dtype)
-    counts: Any = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
-    block_bias = per_head_tensor(block_bias, query, dtype)
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-
-    # Choose the implementation.
-    settings = {
-        "a mask": mask is not None,
-        "a hierarchy that is not of windows": not hierarchy.is_windows,
-        "a bias": bias is not None,
-        "a sliding window": window is not None and window < key.shape[2],
-        "dropout": dropout_p > 0,
-        "weights": weights,
-    }
-    obstacle = _find_obstacle(settings, hierarchy, any(counts[2]) and not is_causal)
+    dtype = working_dtype(query)
+    rule, options = spread_heads(rule, options, query, dtype)
+    obstacle = _find_obstacle(hierarchy, rule, options, key.shape[2], weights)
     if backend == "native" and obstacle is not None:
         raise ValueError(
             f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'"
@@ -119,101 +89,45 @@ def key_tied(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # A tensor that cannot be read is being traced: the operator chooses again when it runs.
     if obstacle is None and (serves or not readable):
-        out = _call_operator(
-            query,
-            key,
-            value,
-            hierarchy,
-            counts=counts,
-            block_bias=block_bias,
-            sink_logit=sink_logit,
-            is_causal=is_causal,
-            offset=offset,
-            scale=scale,
-            backend=backend,
-        )
-        return out, None
-
+        sizes, spans = hierarchy.sizes or (), (hierarchy.starts, hierarchy.stops)
+        # Dispatch takes a good part of a decoding step, so skip it without gradients. Dispatch
+        # modes such as FLOP counters need the operator.
+        if serves and not torch.is_grad_enabled() and not count_dispatch_modes():
+            levels = _pool_tokens(key, value, sizes, *spans)
+            return attend_levels(query, levels, rule, options, scale, backend)[0], None
+        return _call_operator(query, key, value, sizes, spans, rule, options, scale, backend), None
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    options = Options(
-        mask=_with_four_axes(mask),
-        bias=_with_four_axes(bias),
-        is_causal=is_causal,
-        window=window,
-        offset=offset,
-        sinks=sink_logit,
-        dropout_p=dropout_p,
-    )
-    out, _, shares = _attend_by_torch(
-        query * scale, key, value, hierarchy, counts, block_bias, options, weights, place
+    out, _, shares = attend_trees(
+        query * scale, key, value, hierarchy, rule, options, weights, place
     )
     return out, shares
 
 
-def _with_four_axes(t: Tensor | None) -> Tensor | None:
-    """Return a mask or bias with missing axes added in front, or None."""
-    return t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
-
-
 def _find_obstacle(
-    settings: dict[str, bool], hierarchy: Hierarchy, refines_both_sides: bool
+    hierarchy: Hierarchy, rule: Rule, options: Options, keys: int, weights: bool
 ) -> str | None:
     """Return the first part of a call that the kernel cannot compute, or None.
 
     Args:
-        settings: Parts that the kernel cannot compute, and whether the call has them.
-        hierarchy: Trees over the keys.
-        refines_both_sides: Whether the call refines without being causal.
+        hierarchy, options, weights: As in `attend_keys`.
+        rule: As `spread_heads` returns it.
+        keys: M.
     """
-    for name, there in settings.items():
+    parts = {
+        "a mask": options.mask is not None,
+        "a hierarchy that is not of windows": hierarchy.sizes is None,
+        "a bias": options.bias is not None,
+        "a sliding window": options.window is not None and options.window < keys,
+        "dropout": options.dropout_p > 0,
+        "weights": weights,
+    }
+    for name, there in parts.items():
         if there:
             return name
     # Causal windows are continued to the right, so that their last window is complete.
-    if refines_both_sides and has_chains(hierarchy):
+    if any(rule.refine_top_k) and not options.is_causal and has_chains(hierarchy):
         return "refinement where the last window of a level has a single child"
     return None
-
-
-def _attend_by_torch(
-    query,
-    key,
-    value,
-    hierarchy: Hierarchy,
-    counts,
-    block_bias,
-    options: Options,
-    weights=False,
-    place=None,
-):
-    """Return the results of `tree.key.attend_trees`.
-
-    These are output, log-sum-exp, and weights or None. The query must be scaled.
-    """
-    near, sinks, top_k = (torch.tensor(count, device=query.device) for count in counts)
-    call = tree_key.KeyTying(
-        near=near,
-        sinks=sinks,
-        top_k=top_k,
-        block_bias=block_bias,
-        options=options,
-        weights=weights,
-        place=place,
-    )
-    trees = tree_key.trees_of(hierarchy, options.is_causal)
-    return tree_key.attend_trees(query, key, value, trees, call)
-
-
-def _fit_hierarchy(hierarchy: Hierarchy | Sequence[int], key: Tensor) -> Hierarchy:
-    """Return a hierarchy over the keys, from a hierarchy or from window sizes."""
-    batch, length = key.shape[0], key.shape[2]
-    if not isinstance(hierarchy, Hierarchy):
-        return Hierarchy(length, sizes=checked_sizes(hierarchy))
-    if hierarchy.length != length or hierarchy.rows not in (1, batch):
-        raise ValueError(
-            f"hierarchy has {hierarchy.rows} rows of {hierarchy.length} tokens, the keys {batch} of {length}; "
-            "allowed: the same length, and one row or as many; Hierarchy.fitted makes it fit"
-        )
-    return hierarchy
 
 
 def has_chains(hierarchy: Hierarchy) -> bool:
@@ -238,14 +152,9 @@ def has_chains(hierarchy: Hierarchy) -> bool:
 def attend_levels(
     query: Tensor,
     levels: Levels,
-    near: PerHead = 0,
-    sinks: PerHead = 0,
-    refine_top_k: PerHead = 0,
-    block_bias: float | Tensor | None = None,
-    sink_logit: Tensor | None = None,
-    is_causal: bool = False,
-    offset: int = 0,
-    scale: float | None = None,
+    rule: Rule,
+    options: Options,
+    scale: float,
     backend: str = "auto",
     lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -257,32 +166,25 @@ def attend_levels(
     Args:
         query: [B, H, N, d] of the dtype of the means, or of the tokens.
         levels: Tokens and means. If some tokens are evicted, refine_top_k must be 0.
-        near, sinks, refine_top_k, block_bias, sink_logit, is_causal, offset, scale, backend: As in
-            `key_tied`.
+        rule, scale, backend: As in `attend_keys`.
+        options: `is_causal`, `offset` and `sinks` are read.
         lse: If False, the log-sum-exp may be None. Decoding with refinement is then faster in the
             kernel.
 
     Returns:
         Output [B, H, N, dv], and log-sum-exp [B, H, N], +inf if a query sees nothing.
     """
-    counts: Any = [per_head(count, query.shape[1]) for count in (near, sinks, refine_top_k)]
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     dtype = working_dtype(query, levels.keys[-1])
-    block_bias = per_head_tensor(block_bias, query, dtype)
-    sink_logit = None if sink_logit is None else sink_logit.to(dtype)
+    rule, options = spread_heads(rule, options, query, dtype)
     if _kernel_serves(query, backend):
-        arguments = _kernel_arguments(
-            levels, counts, block_bias, sink_logit, is_causal, offset, scale
-        )
-        return native.compute_forward(query, lse=lse, **arguments)
+        return native.compute_forward(query, levels, rule, options, scale, lse)
     # Plain torch computes its own means from the tokens.
     key, value = levels.keys[0], levels.values[0]
     hierarchy = Hierarchy(
         key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops
     )
-    options = Options(is_causal=is_causal, offset=offset, sinks=sink_logit)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return _attend_by_torch(query * scale, key, value, hierarchy, counts, block_bias, options)[:2]
+    return attend_trees(query * scale, key, value, hierarchy, rule, options)[:2]
 
 
 def _kernel_serves(query: Tensor, backend: str) -> bool:
@@ -300,101 +202,68 @@ def _kernel_serves(query: Tensor, backend: str) -> bool:
     return serves
 
 
-def _kernel_arguments(
-    levels: Levels, counts, block_bias, sink_logit, is_causal: bool, offset: int, scale: float
-) -> dict[str, Any]:
-    """Return the arguments of `native.compute_forward` after the query, by name.
-
-    Args:
-        levels: Tokens and means.
-        counts: near, sinks and refine_top_k, one integer per head each.
-        block_bias, sink_logit: [H] or None.
-        is_causal, offset, scale: As in `key_tied`.
-    """
-    batch, length = len(levels.keys[0]), levels.keys[0].shape[2]
-    # With evicted tokens, the table of tokens is shorter than the text.
-    length, held = levels.held or (length, ((0, 0),) * len(levels.keys))
-    near, sinks, top_k = counts
-    return {
-        "keys": levels.keys,
-        "values": levels.values,
-        "block_bias": block_bias,
-        "sink_logit": sink_logit,
-        "spans": span_lists(batch, length, levels.starts, levels.stops),
-        "sizes": levels.sizes,
-        "held": [n for of_level in held for n in of_level],
-        "near": near,
-        "sinks": sinks,
-        "top_k": top_k,
-        "is_causal": is_causal,
-        "offset": offset,
-        "scale": scale,
-    }
+def _pool_tokens(
+    key: Tensor,
+    value: Tensor,
+    sizes: tuple[int, ...],
+    starts: Tensor | None,
+    stops: Tensor | None,
+) -> Levels:
+    """Return the levels of `pool_levels`, with tokens that the kernel reads directly."""
+    levels = pool_levels(key, value, sizes, starts, stops)
+    if not native.takes_dtype(key):
+        return levels
+    # `pool_levels` converts tokens to float32. The kernel multiplies bfloat16 tokens as they are.
+    return replace(levels, keys=(key, *levels.keys[1:]), values=(value, *levels.values[1:]))
 
 
 def _call_operator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    counts: list[list[int]],
-    block_bias: Tensor | None,
-    sink_logit: Tensor | None,
-    is_causal: bool,
-    offset: int,
+    sizes: tuple[int, ...],
+    spans: tuple[Tensor | None, Tensor | None],
+    rule: Rule,
+    options: Options,
     scale: float,
     backend: str,
 ) -> Tensor:
     """Return the output, as one operator that pools keys and values itself.
 
     Args:
-        query, key, value, is_causal, offset, scale, backend: As in `key_tied`.
-        hierarchy: Windows.
-        counts: near, sinks and refine_top_k, one integer per head each.
-        block_bias, sink_logit: [H] or None.
+        query, key, value, scale, backend: As in `attend_keys`.
+        sizes: Window sizes, bottom first.
+        spans: `starts` and `stops` of the windows.
+        rule, options: As `spread_heads` returns them.
     """
-    extras = {
-        "block_bias": block_bias,
-        "sink_logit": sink_logit,
-        "starts": hierarchy.starts,
-        "stops": hierarchy.stops,
-    }
-    named = [(name, t) for name, t in extras.items() if t is not None]
-    near, sinks, top_k = counts
+    names = "block_bias", "sink_logit", "starts", "stops"
+    extras = zip(names, (rule.block_bias, options.sinks, *spans), strict=True)
+    named = [(name, t) for name, t in extras if t is not None]
     # `_read_call` reads these by position.
-    numbers = [BACKENDS.index(backend), is_causal, offset, *near, *sinks, *top_k]
-    sizes = list(hierarchy.sizes or ())
-    return operator.call_function("windowed", [query, key, value], named, sizes, numbers, scale)[0]
+    numbers = [BACKENDS.index(backend), options.is_causal, options.offset]
+    numbers += [*rule.near, *rule.sinks, *rule.refine_top_k]
+    tensors = [query, key, value]
+    return operator.call_function("windowed", tensors, named, list(sizes), numbers, scale)[0]
 
 
 def _read_call(
     tensors, named: operator.Named, sizes, numbers, scale
-) -> tuple[Tensor, Levels, dict[str, Any], str]:
-    """Return query, levels, settings and backend of an operator call.
-
-    `_call_operator` wrote the arguments. The settings are arguments of `attend_levels` by name.
-    """
+) -> tuple[Tensor, Levels, Rule, Options, float, str]:
+    """Return the arguments of `attend_levels` from those that `_call_operator` wrote."""
     query, key, value = tensors
-    extras, heads = dict(named), query.shape[1]
+    extras = dict(named)
     backend, is_causal, offset, *counts = numbers
-    near, sinks, top_k = _split_by_head(counts, heads)
-    levels = pool_levels(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
-    if native.takes_dtype(query):
-        # `pool_levels` converts tokens to float32. The kernel multiplies the bfloat16 tokens
-        # directly.
-        levels = replace(levels, keys=(key, *levels.keys[1:]), values=(value, *levels.values[1:]))
-    settings = {
-        "near": near,
-        "sinks": sinks,
-        "refine_top_k": top_k,
-        "block_bias": extras.get("block_bias"),
-        "sink_logit": extras.get("sink_logit"),
-        "is_causal": bool(is_causal),
-        "offset": offset,
-        "scale": scale,
-    }
-    return query, levels, settings, BACKENDS[backend]
+    near, sinks, top_k = _split_by_head(counts, query.shape[1])
+    rule = Rule(
+        tying="key",
+        near=near,
+        sinks=sinks,
+        refine_top_k=top_k,
+        block_bias=extras.get("block_bias"),
+    )
+    options = Options(is_causal=bool(is_causal), offset=offset, sinks=extras.get("sink_logit"))
+    levels = _pool_tokens(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
+    return query, levels, rule, options, scale, BACKENDS[backend]
 
 
 def _split_by_head(counts: Sequence[int], heads: int) -> list[Sequence[int]]:
@@ -417,62 +286,62 @@ def _compute_gradients(
 ) -> list[Tensor | None] | None:
     """Return the gradients of all tensors, or None to let autograd compute them."""
     # The backward kernel takes float32 only.
-    query, levels, settings, backend = _read_call([t.float() for t in tensors], named, *rest)
+    query, levels, rule, options, scale, backend = _read_call(
+        [t.float() for t in tensors], named, *rest
+    )
     if not _kernel_serves(query, backend):
         return None
-    arguments = _kernel_arguments(
-        levels,
-        counts=[settings[name] for name in ("near", "sinks", "refine_top_k")],
-        block_bias=settings["block_bias"],
-        sink_logit=settings["sink_logit"],
-        is_causal=settings["is_causal"],
-        offset=settings["offset"],
-        scale=settings["scale"],
+    *tokens, g_bias, g_sink = native.compute_backward(
+        grad, out, lse, query, levels, rule, options, scale
     )
-    g_query, keys, values, g_bias, g_sink = native.compute_backward(
-        grad, out, lse, query, **arguments
-    )
-    # A mean passes its gradient on to its tokens.
-    spans = span_lists(len(query), levels.keys[0].shape[2], levels.starts, levels.stops)
-    tokens = [unpool_gradients(tables, levels.sizes, *spans) for tables in (keys, values)]
     gradients = {"block_bias": g_bias, "sink_logit": g_sink}
-    return [g_query, *tokens, *(gradients.get(name) for name, _ in named)]
+    return [*tokens, *(gradients.get(name) for name, _ in named)]
 
 
-@operator.register_function(
-    "windowed", lambda query, key, numbers: query.shape[:3], _count_pairs, _compute_gradients
-)
 def _compute_output(*call) -> tuple[Tensor, Tensor]:
     """Compute the operator "windowed": output and log-sum-exp."""
-    query, levels, settings, backend = _read_call(*call)
-    out: Any = attend_levels(query, levels, **settings, backend=backend)
+    out: Any = attend_levels(*_read_call(*call))
     return out
 
 
-def per_head(value: PerHead, heads: int) -> list[int]:
-    """Return one integer per head.
+operator.FUNCTIONS["windowed"] = operator.Function(
+    compute=_compute_output,
+    shape=lambda query, key, numbers: query.shape[:3],
+    pairs=_count_pairs,
+    backward=_compute_gradients,
+)
+
+
+def spread_heads(
+    rule: Rule, options: Options, query: Tensor, dtype: torch.dtype
+) -> tuple[Rule, Options]:
+    """Return a rule and options with one number per head.
 
     Args:
-        value: A number for all heads, or one per head.
-        heads: Number of query heads.
+        rule: A number is for all heads, or there is one per head. `block_bias` may be None.
+        options: Options of the call.
+        query: [B, H, N, d], which gives the device and the number of heads.
+        dtype: Of the results.
+
+    Returns:
+        The rule with lists of integers and a block bias [H] or None, and the options with sinks of
+        this dtype.
     """
+    heads, bias = query.shape[1], rule.block_bias
+    if bias is not None:
+        bias = torch.as_tensor(bias, dtype=dtype, device=query.device)
+        bias = bias if bias.shape == (heads,) else bias.reshape(-1).expand(heads).contiguous()
+    near, sinks, top_k = (
+        list_by_head(counts, heads) for counts in (rule.near, rule.sinks, rule.refine_top_k)
+    )
+    rule = replace(rule, near=near, sinks=sinks, refine_top_k=top_k, block_bias=bias)
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks.to(dtype))
+    return rule, options
+
+
+def list_by_head(value: int | Sequence[int] | Tensor, heads: int) -> list[int]:
+    """Return one integer per head, from a number for all heads or one per head."""
     value = value.tolist() if isinstance(value, Tensor) else value
     value = [int(value)] if isinstance(value, int | float) else [int(v) for v in value]
     return value * heads if len(value) == 1 else value
-
-
-def per_head_tensor(
-    value: float | Tensor | None, like: Tensor, dtype: torch.dtype
-) -> Tensor | None:
-    """Return a tensor [H] with one number per head, or None.
-
-    Args:
-        value: A number for all heads, a tensor of 1 or H numbers, or None.
-        like: Query [B, H, N, d], which gives the device and the number of heads.
-        dtype: Of the result.
-    """
-    if value is None:
-        return None
-    heads = like.shape[1]
-    value = torch.as_tensor(value, dtype=dtype, device=like.device)
-    return value if value.shape == (heads,) else value.reshape(-1).expand(heads).contiguous()

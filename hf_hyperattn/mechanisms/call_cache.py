@@ -1,4 +1,4 @@
-"""`refuse_pruned`: an error for caches that were pruned in the middle.
+"""The cache of a call: `find_layer_cache` finds it, `refuse_pruned` refuses a pruned one.
 
 Eviction methods drop keys from the middle of a cache and go on with the `position_ids` of the whole
 text. Then it is unknown which tokens the kept keys belong to, and distances, windows and pages
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..engines.selection import Places
 from ..utils.attached import attach, attached_to
-from ..utils.readable import can_read
+from ..utils.readable import can_read, is_recorded
 from .base import HostCall
+from .selection.cache import EVICTING, LayerCache
 from .selection.places import KnownOfMask
 
 #: The attribute of a cache that holds the shift of its conversation's position ids, see
@@ -38,6 +39,33 @@ class CheckedIds:
     about: tuple
     shift: int | None
     found: tuple[int, int] | None
+
+
+def find_layer_cache(key: Tensor, value: Tensor, mechanism: str, kind: type) -> LayerCache | None:
+    """Return the cache that keys and values come from.
+
+    Args:
+        key, value: Of an attention call.
+        mechanism: The name for errors.
+        kind: The type of `LayerCache.keep` that the mechanism can read, for a cache that may evict.
+
+    Returns:
+        The cache; None if keys and values do not come from the same one, and in recorded calls.
+
+    Raises:
+        ValueError: The cache evicts for another mechanism.
+    """
+    if is_recorded():
+        return None
+    cache = attached_to(key, LayerCache)
+    if cache is not attached_to(value, LayerCache):
+        return None
+    if cache is not None and cache.keep is not None and not isinstance(cache.keep, kind):
+        raise ValueError(
+            f"{EVICTING} was made for the model as it was patched before, and has forgotten keys that {mechanism} may "
+            "read; allowed: a new cache, or evict=False"
+        )
+    return cache
 
 
 def refuse_pruned(call: HostCall, mechanism: str) -> None:
