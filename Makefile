@@ -34,7 +34,7 @@ recipe: $(VENV)/.recipe  ## train a model with a mechanism; minutes on two cores
 	@$(BIN)/accelerate launch --config_file recipes/accelerate_configs/cpu.yaml \
 		recipes/finetune.py --config recipes/$(NAME).yaml $(ARGS)
 
-experiments: $(VENV)/.experiments  ## the runs, tables and plots of docs/experiments.md, resumable (ARGS="--fresh")
+experiments: $(VENV)/.experiments  ## the runs, tables and plots of docs/results/experiments.md, resumable (ARGS="--fresh")
 	$(BIN)/python recipes/experiments all $(ARGS)
 	$(BIN)/python recipes/experiments draw
 

@@ -8,7 +8,7 @@
 
 Times are CPU time on one thread and wall time on more, of calls that take turns; the lowest of all rounds counts, which
 other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it,
---save keeps each row, a file a chip, for docs/performance.md.
+--save keeps each row, a file a chip, for docs/results/performance.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/frontier.py --length 2048 --threads 1      # again until it says that all is done
     python benchmarks/frontier.py --length 2048 --only Quest --budgets 0.2 --minutes 10
     python benchmarks/frontier.py --length 8192 --only "rules with a kernel" --kind together --mixed
-    python benchmarks/frontier.py --draw                         # tables and plot of docs/frontier.md
+    python benchmarks/frontier.py --draw                         # tables and plot of docs/results/frontier.md
 
 A cell is a method, "uniform" (the rule of the method that is predicted to lose least, for all heads) or "by head" (a
 rule or exact attention for every head), and a budget of pairs. "By time" and "by bytes" are by head too, the budget a

@@ -2,7 +2,7 @@
 
     python benchmarks/hsa_frontier.py --length 2048 [--minutes 9]     # again until it says that all is done
     python benchmarks/hsa_frontier.py --length 8192
-    python benchmarks/hsa_frontier.py --draw                          # table and plot of docs/inject.md
+    python benchmarks/hsa_frontier.py --draw                          # table and plot of docs/results/inject.md
     python benchmarks/hsa_frontier.py --length 8192 --config FILE --only "chosen 0.2"   # that point's HyperAttnConfig
 
 Every point is a pass of the whole model over three texts of different kind: the King James Bible, the source of
@@ -206,12 +206,12 @@ def label(point: str) -> str:
 
 
 def draw(files: list[Path], timed: list[int]) -> None:
-    """The tables into docs/inject.md, and docs/plots/hsa_frontier.svg.
+    """The tables into docs/results/inject.md, and docs/plots/hsa_frontier.svg.
 
     Args:
         timed: lengths whose times are shown too.
     """
-    page = ROOT / "docs" / "inject.md"
+    page = ROOT / "docs" / "results" / "inject.md"
     text, results = page.read_text(), [json.loads(file.read_text()) for file in files]
     for result in results:
         begin, end = (f"<!-- {mark}frontier-{result['length']} -->" for mark in ("", "/"))

@@ -5,7 +5,7 @@
     python benchmarks/run.py --only "umbral.*cpu.*2048"
     python benchmarks/run.py --operations umbral --lengths 4096 --dims 128 --causal both
     python benchmarks/run.py --base OLD.json    compare with an earlier file; --minutes 0 measures nothing new
-    python benchmarks/run.py --draw             docs/performance.md from the results
+    python benchmarks/run.py --draw             docs/results/performance.md from the results
 
 A row is a time only where the result matches the definition in float64. Rows are kept in benchmarks/results, one file
 a chip, and not measured again (--fresh starts over). What runs out of memory, is refused or goes wrong is a row too.
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         help="report measurements that are slower than in this file",
     )
     p.add_argument("--list", action="store_true", help="only list the jobs")
-    p.add_argument("--draw", action="store_true", help="only write docs/performance.md")
+    p.add_argument("--draw", action="store_true", help="only write docs/results/performance.md")
     own = p.add_argument_group("a sweep of one's own in place of the list")
     own.add_argument("--operations", nargs="+", choices=OPERATIONS)
     own.add_argument("--lengths", nargs="+", type=int)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import textwrap
 from collections import Counter
 
 import transformers
@@ -13,24 +14,23 @@ from .table import FAMILIES, PARTS
 
 HEAD = """# Families
 
-Transformers {version} has {types} model types in its base and causal-LM mappings. How their attention is reached, read
-from the source files (`model_patches/census.py`); what works is measured in [compatibility.md](compatibility.md).
+Can my model be patched? Transformers {version} has {types} model types in its base and causal-LM mappings. This page
+lists how the attention of each is reached, read from the source files (`model_patches/census.py`).
+[Compatibility](compatibility.md) has what was tested.
 
 | state | model types | meaning |
 | --- | --- | --- |
 | routed | {routed} | the modelling file calls the attention interface itself |
 | composite | {composite} | made of other models, no attention of its own |
-| served | {served} | routed by a file of `model_patches`, on first use, without your doing |
+| served | {served} | routed by a file of `model_patches`, on first use |
 | refused | {refused} | out of reach, or without attention |
 
 This page is written by `python -m model_patches > docs/families.md`; a test keeps it so.
 
 ## Served
 
-What each family does differently, and how it is routed, is the docstring of its file.
+The docstring of each file says what the family does differently, and how it is routed.
 
-| file | model types | in one line |
-| --- | --- | --- |
 """
 
 
@@ -39,16 +39,23 @@ def page() -> str:
     states = Counter(state(model_type) for model_type in model_types())
     counts = {name: states[name] for name in ("routed", "composite", "served", "refused")}
     text = HEAD.format(version=transformers.__version__, types=len(model_types()), **counts)
-    text += "".join(f"| {row} |\n" for row in _served())
-    text += "\n## Refused\n\n| reason | model types |\n| --- | --- |\n"
-    text += "".join(f"| {reason} | {', '.join(names)} |\n" for reason, names in _by_reason(REFUSED))
+    text += "".join(_write_item(*row) for row in _served())
+    text += "\n## Refused\n\nWhat a refused type has, or lacks:\n\n"
+    text += "".join(_write_item(f"{reason}:", names) for reason, names in _by_reason(REFUSED))
     text += (
         "\n## Parts that stay as they are\n\nClasses of routed and served families that compute attention without "
-        "the interface, and are left alone.\n\n| it ... | classes |\n| --- | --- |\n"
+        "the interface, and are\nnot changed. Such a class\n\n"
     )
-    return text + "".join(
-        f"| {reason} | {', '.join(names)} |\n" for reason, names in _by_reason(STAYING)
+    return text + "".join(_write_item(f"{reason}:", names) for reason, names in _by_reason(STAYING))
+
+
+def _write_item(start: str, names: list[str], line: str = "") -> str:
+    """Return an item of a list: its start, the model types or classes, and a sentence about them."""
+    text = f"- {start} {', '.join(names)}{'. ' + line if line else ''}"
+    wrapped = textwrap.wrap(
+        text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
+    return "\n".join(wrapped) + "\n"
 
 
 def _served():
@@ -63,7 +70,7 @@ def _served():
     for file, names in sorted(files.items()):
         described = importlib.import_module(f"{__package__}.{file}").__doc__ or ""
         line = described.split("\n\n")[0].replace("\n", " ")
-        yield f"`{file}.py` | {', '.join(sorted(names))} | {line}"
+        yield f"`{file}.py`:", sorted(names), line
 
 
 def _by_reason(table: dict[str, str]):

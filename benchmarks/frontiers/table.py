@@ -1,4 +1,4 @@
-"""The tables and the plot of docs/frontier.md."""
+"""The tables and the plot of docs/results/frontier.md."""
 
 from __future__ import annotations
 
@@ -176,11 +176,11 @@ def figure_of(result: dict):
 
 
 def draw(result: dict) -> None:
-    """The tables into docs/frontier.md, and docs/plots/frontier.svg."""
-    page = ROOT / "docs" / "frontier.md"
+    """The tables into docs/results/frontier.md, and docs/plots/frontier.svg."""
+    page = ROOT / "docs" / "results" / "frontier.md"
     text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
     parts = {
-        "short": f"{short_table(result)}\n\n![Share of pairs against perplexity](plots/frontier.svg)"
+        "short": f"{short_table(result)}\n\n![Share of pairs against perplexity](../plots/frontier.svg)"
     }
     for length in lengths:
         mixed = mixed_table(result, length)

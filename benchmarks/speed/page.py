@@ -1,4 +1,4 @@
-"""docs/performance.md: tables and a plot from the committed result files."""
+"""docs/results/performance.md: tables and a plot from the committed result files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KIND_TITLES = {"forward": "forward", "training": "forward+backward"}
 
 def draw() -> int:
     """Write the page's tables and its plot."""
-    page = DOCS / "performance.md"
+    page = DOCS / "results" / "performance.md"
     files = sorted(FOLDER.glob("attention-*.json"))
     results = [json.loads(file.read_text()) for file in files]
     text, (begin, end) = page.read_text(), ("<!-- results -->", "<!-- /results -->")
@@ -64,14 +64,15 @@ def sparse_table(result: dict) -> str:
     ]
     chosen, layers = result["arguments"].get("chosen"), result["arguments"]["layers"]
     of = (
-        "the rules that `frontier.py` gives SmolLM2-135M"
+        "with the rules that `frontier.py` gives SmolLM2-135M"
         if chosen
-        else f"models with {layers} layers"
+        else f"with models of {layers} layers"
     )
     chip = result.get("processor", where["chip"])
     about = (
         f"{chip}, torch {where['torch']}, {where['date']}, 1 thread, CPU time, lowest of several rounds on a shared "
-        "machine.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as in `benchmarks/sparse.py`; "
+        "machine.\nHeads: 9 of queries on 3 of keys, d = 64, float32. Rules and kinds as in "
+        "`benchmarks/sparse.py`, "
         f"{of}.\nSDPA runs with the original cache, which copies all keys and values at every token. Our dense "
         "kernel runs with the\ncache of its row."
     )

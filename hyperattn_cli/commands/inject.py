@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_default_mechanism(args: argparse.Namespace) -> str:
-    """Return sparse for causal models, hsa for encoders: what lost least in docs/frontier.md."""
+    """Return sparse for causal models, hsa for encoders: what lost least in docs/results/frontier.md."""
     config = read_stock_config(args.model)
     return "sparse" if is_causal(args.model, config) else "hsa"
 

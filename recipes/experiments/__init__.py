@@ -1,1 +1,1 @@
-"""Small, seeded, resumable experiments on questions that the papers leave open; see docs/experiments.md."""
+"""Small, seeded, resumable experiments on questions that the papers leave open; see docs/results/experiments.md."""

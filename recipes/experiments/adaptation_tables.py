@@ -1,4 +1,7 @@
-"""The tables and the plot of docs/adaptation.md, made from the results alone; rows without runs are left out."""
+"""Write the tables and the plot of docs/results/adaptation.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .draw import PLOTS, ROOT, draw_page
 from .store import FOLDER, load
 from .tables import NOT_DONE, circumstances, detectable, done, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "adaptation.md"
+PAGE = ROOT / "docs" / "results" / "adaptation.md"
 
 
 def seeds(results: dict, name: str) -> list[dict]:

@@ -1,4 +1,7 @@
-"""The tables of words in the ball in docs/hyperbolicity.md, from the results alone; rows are left out until whole."""
+"""Write the tables of words in the ball in docs/results/hyperbolicity.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .draw import ROOT, draw_page
 from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "hyperbolicity.md"
+PAGE = ROOT / "docs" / "results" / "hyperbolicity.md"
 MEASURES = {"precision": 100, "rank": 1, "norm and level": 1}
 
 

@@ -1,5 +1,6 @@
-"""Every claim and open question of the sources: how it was tested, what came out, and the command. docs/evidence.md is
-made of this; numbers stand here only as functions of committed results.
+"""Every claim and open question of the sources: how it was tested, what came out, and the command.
+
+docs/results/evidence.md is made of this. Numbers stand here only as functions of committed results.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ HYPERBOLICITY, MINILM = (
     "python recipes/experiments hyperbolicity",
     "python recipes/experiments hsa_minilm",
 )
-#: The common tests; docs/evidence.md describes each under these names.
+#: The common tests; docs/results/evidence.md describes each under these names.
 LCA = "WordNet depth task, ten seeds"
 GRAPHS = "python recipes/experiments graphs"
 GRAPH = "package graph, three seeds"
@@ -466,7 +467,7 @@ CLAIMS = (
         "C9",
         "cheaper models without training",
         "SmolLM2, keys tied by head, 2,048 and 8,192 tokens",
-        "little perplexity lost at 20 % of pairs; copying suffers; docs/inject.md",
+        "little perplexity lost at 20 % of pairs; copying suffers; docs/results/inject.md",
         PARTLY,
         "python benchmarks/hsa_frontier.py",
     ),
@@ -559,7 +560,7 @@ CLAIMS = (
         "D8",
         "less memory and time than a dense ALiBi mask",
         "CPU, three lengths, three dtypes",
-        "no pair memory; faster than a mask from 2,048 tokens; docs/experiments.md",
+        "no pair memory; faster than a mask from 2,048 tokens; docs/results/experiments.md",
         HOLDS,
         "python recipes/experiments flash",
     ),
@@ -649,7 +650,7 @@ CLAIMS = (
         "E5",
         "its time",
         "SmolLM2 on a CPU",
-        "a few percent of a forward pass; docs/head_fusion.md",
+        "a few percent of a forward pass; docs/results/head_fusion.md",
         HOLDS,
         "python benchmarks/head_fusion.py",
     ),
@@ -737,7 +738,7 @@ CLAIMS = (
         "E20",
         "cubic time needs windows or low rank",
         "forward and backward on a CPU",
-        "windows make it linear in the length; docs/trilinear.md",
+        "windows make it linear in the length; docs/results/trilinear.md",
         HOLDS,
         "python benchmarks/trilinear.py",
     ),

@@ -1,5 +1,6 @@
-"""The tables of the co-attention in docs/trilinear.md, made from the results alone; kinds that are not whole have no
-row.
+"""Write the tables of the co-attention in docs/results/trilinear.md from the results.
+
+Rows without complete runs are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from .fitting import best_rate, key_of
 from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "trilinear.md"
+PAGE = ROOT / "docs" / "results" / "trilinear.md"
 THREE_WAY = "three-way"
 
 

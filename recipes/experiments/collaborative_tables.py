@@ -1,4 +1,7 @@
-"""The tables of docs/collaborative.md, made from the results alone; runs that are not done have no row."""
+"""Write the tables of docs/results/collaborative.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .draw import ROOT, put
 from .store import FOLDER, load
 from .tables import table
 
-PAGE = ROOT / "docs" / "collaborative.md"
+PAGE = ROOT / "docs" / "results" / "collaborative.md"
 
 
 def done(results: dict) -> list[tuple[str, dict]]:

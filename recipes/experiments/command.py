@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from .pausing import PAUSE
 
-#: Names and what they ask, in the order of docs/experiments.md; each is a module with an `EXPERIMENT`.
+#: Names and what they ask, in the order of docs/results/experiments.md; each is a module with an `EXPERIMENT`.
 NAMES = {
     "alibi": "how far HyPE's bias is from ALiBi's",
     "flash": "what HyPE's bias costs and loses, computed in the kernel and as columns",
     "length": "language models trained at 128 tokens, read at up to 2,048",
     "depth": "depth of the lowest common ancestor, by attention with seven scores",
 }
-#: The same, in the order of docs/hsa_experiments.md.
+#: The same, in the order of docs/results/hsa_experiments.md.
 HSA = {
     "hsa_minilm": "hierarchical attention injected into three of MiniLM's six layers",
     "hsa_probe": "the same model read by a linear probe on IMDB",
@@ -24,20 +24,20 @@ HSA = {
     "hsa_joined_deep": "the same with one, two and four layers and a rate searched for each",
     "hsa_imdb": "HsaEncoder of one layer on reviews, from scratch",
 }
-#: The same, in docs/collaborative.md, docs/head_fusion.md and docs/hat.md.
+#: The same, in docs/results/collaborative.md, docs/results/head_fusion.md and docs/results/hat.md.
 HEADS = {
     "collaborative": "MiniLM with queries and keys shared by its heads, at several ranks",
     "head_pruning": "SmolLM2 without some of its heads, chosen by their weight and by rivals of it",
     "hat_imdb": "HAT made from MiniLM on long reviews, against the model cut off, and with full attention",
 }
-#: The same, in docs/mkl.md and docs/trilinear.md.
+#: The same, in docs/results/mkl.md and docs/results/trilinear.md.
 MIXTURES = {
     "kernels": "whether a learned mixture of kernels aligns with the task, on nouns of WordNet",
     "token_weights": "language models of bytes whose heads are weighted by each token, or each by one number",
     "trilinear": "a relation of three tokens, learned by three-way and by pairwise attention",
     "coattention": "a question, a context and answers, by three-way and by pairwise attention",
 }
-#: The same, in docs/hyperbolicity.md and docs/graphs.md; minutes each.
+#: The same, in docs/results/hyperbolicity.md and docs/results/graphs.md; minutes each.
 GEOMETRY = {
     "hyperbolicity": "how tree-like words and nodes lie, and whether their norms follow frequency or depth",
     "ball": "WordNet's mammals as points of the ball and of Euclidean space",
@@ -47,13 +47,13 @@ GEOMETRY = {
     "operations": "what distance, maps and attention over 64 tokens cost",
     "starts": "the depth task from other starts of cones and distances",
 }
-#: The same, in docs/translation.md, docs/adaptation.md and docs/vision.md.
+#: The same, in docs/results/translation.md, docs/results/adaptation.md and docs/results/vision.md.
 EVIDENCE = {
     "translation": "German to English from scratch, by attention with seven scores and several widths",
     "adaptation": "SmolLM2 with LoRA alone and with each mechanism, at equal trainable parameters",
     "vision": "a small DeiT on Fashion-MNIST from scratch, with seven scores and several gammas",
 }
-#: The same, in docs/adaptation.md.
+#: The same, in docs/results/adaptation.md.
 RECOVERY = {
     "recovered": "SmolLM2 with k layers of another score, each distilled from the layer that it replaces",
     "injected_lora": "SmolLM2 with hierarchical attention injected and then fine-tuned, and the other way round",

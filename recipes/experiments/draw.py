@@ -1,4 +1,4 @@
-"""The tables and plots of docs/experiments.md, made from the results alone."""
+"""The tables and plots of docs/results/experiments.md, made from the results alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_hyperattn.utils.files import write_atomically
 from .store import FOLDER, load
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, PLOTS = ROOT / "docs" / "experiments.md", ROOT / "docs" / "plots"
+PAGE, PLOTS = ROOT / "docs" / "results" / "experiments.md", ROOT / "docs" / "plots"
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:

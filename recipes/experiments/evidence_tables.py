@@ -1,4 +1,7 @@
-"""The tables of docs/evidence.md: every claim of `claims.py` with its verdict, from committed results."""
+"""Write the tables of docs/results/evidence.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .draw import ROOT, put
 from .findings import HOLDS, NOT, NOT_RUN, PARTLY, UNDECIDED, Found
 from .tables import table
 
-PAGE = ROOT / "docs" / "evidence.md"
+PAGE = ROOT / "docs" / "results" / "evidence.md"
 VERDICTS = (HOLDS, PARTLY, NOT, UNDECIDED, NOT_RUN)
 #: A cell of at most this number of words is easy to read (see the style of the documentation).
 MOST_WORDS = 12

@@ -1,4 +1,4 @@
-"""The tables of docs/graphs.md on neighbourhoods as trees, made from the results alone."""
+"""The tables of docs/results/graphs.md on neighbourhoods as trees, made from the results alone."""
 
 from __future__ import annotations
 

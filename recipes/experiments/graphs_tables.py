@@ -1,4 +1,7 @@
-"""The tables of docs/graphs.md, made from the results alone; kinds that are not whole have no row."""
+"""Write the tables of docs/results/graphs.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .fitting import best_rate, key_of
 from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "graphs.md"
+PAGE = ROOT / "docs" / "results" / "graphs.md"
 CONTROLS = ("mean of neighbours", "dot product", "Euclidean distance")
 
 
@@ -55,8 +58,9 @@ def graph(results: dict) -> str:
     """What the graph is."""
     found = results["runs"]["graph"]
     return (
-        f"{found['nodes']:,} packages of the sections {', '.join(found['sections'])}; {found['edges']:,} dependencies "
-        f"between them, {100 * found['homophily']:.0f} % of them within a section; checksum {found['checksum']}."
+        f"{found['nodes']:,} packages with {found['edges']:,} dependencies between them, "
+        f"{100 * found['homophily']:.0f} % of them within a section; checksum {found['checksum']}. "
+        f"Sections: {', '.join(found['sections'])}."
     )
 
 

@@ -1,4 +1,7 @@
-"""The tables of docs/hat.md, made from the results alone; runs that are not done have no row."""
+"""Write the tables of docs/results/hat.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .draw import ROOT, put
 from .store import FOLDER, load
 from .tables import circumstances, mean_and_deviation, table
 
-PAGE = ROOT / "docs" / "hat.md"
+PAGE = ROOT / "docs" / "results" / "hat.md"
 #: Written by benchmarks/hat.py.
 SPEED = ROOT / "benchmarks" / "results" / "hat.json"
 

@@ -1,4 +1,7 @@
-"""The tables and the plot of docs/head_fusion.md, made from the results alone; runs that are not done are left out."""
+"""Write the tables and the plot of docs/results/head_fusion.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .head_pruning import BETA_PER_TOKEN, EXPERIMENT, RANDOM_PER_TOKEN, key_of
 from .store import FOLDER, load
 from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "head_fusion.md"
+PAGE = ROOT / "docs" / "results" / "head_fusion.md"
 
 
 def seeds(results: dict, way: str, what: str) -> list[dict]:

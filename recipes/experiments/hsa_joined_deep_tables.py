@@ -1,4 +1,7 @@
-"""The tables of the deeper models of joined signals in docs/hsa_experiments.md, made from the results alone."""
+"""Write the tables of the deeper models of joined signals in docs/results/hsa_experiments.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .hsa_joined_deep import best_rate, key_of, row_of
 from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "hsa_experiments.md"
+PAGE = ROOT / "docs" / "results" / "hsa_experiments.md"
 TREE, FLAT = "joined, tree", "joined, flat"
 
 

@@ -1,4 +1,7 @@
-"""The tables of docs/hsa_experiments.md, made from the results alone; runs that are not done have no row."""
+"""Write the tables of docs/results/hsa_experiments.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .draw import ROOT, put
 from .store import FOLDER, load
 from .tables import mean_and_deviation, table
 
-PAGE = ROOT / "docs" / "hsa_experiments.md"
+PAGE = ROOT / "docs" / "results" / "hsa_experiments.md"
 
 
 def minilm(results: dict) -> str:

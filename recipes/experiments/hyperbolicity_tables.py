@@ -1,4 +1,7 @@
-"""The tables and the plot of docs/hyperbolicity.md, made from the results alone; runs that are not done have no row."""
+"""Write the tables and the plot of docs/results/hyperbolicity.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .hyperbolicity import key_of
 from .store import FOLDER
 from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "hyperbolicity.md"
+PAGE = ROOT / "docs" / "results" / "hyperbolicity.md"
 HYPERBOLIC, EUCLIDEAN = "hyperbolic distance", "Euclidean distance"
 
 

@@ -1,4 +1,7 @@
-"""The tables of the hypernyms in docs/hyperbolicity.md, made from the results alone, of kinds that are whole."""
+"""Write the tables of the hypernyms in docs/results/hyperbolicity.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .hypernyms import WORDNET, row_of
 from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "hyperbolicity.md"
+PAGE = ROOT / "docs" / "results" / "hyperbolicity.md"
 CONTROLS = ("no adapter", "dot product", "normalised dot product", "Euclidean distance")
 
 

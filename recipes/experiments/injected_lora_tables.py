@@ -1,4 +1,7 @@
-"""The tables of docs/adaptation.md on injection and fine-tuning, made from the results alone."""
+"""Write the tables of docs/results/adaptation.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .injected_lora import AFTER, FIRST, best_rate, key_of
 from .store import FOLDER
 from .tables import NOT_DONE, all_done, circumstances, detectable, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "adaptation.md"
+PAGE = ROOT / "docs" / "results" / "adaptation.md"
 #: What is read, and what of it a difference of one means: all in nats.
 READ = {"held_out": "loss", "copying": "copying", "needle_keys": "needles"}
 

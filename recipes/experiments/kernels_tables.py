@@ -1,4 +1,7 @@
-"""The tables of the learned mixtures in docs/mkl.md, made from the results alone, of kinds that are whole."""
+"""Write the tables of the learned mixtures in docs/results/mkl.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .fitting import best_rate, key_of
 from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "mkl.md"
+PAGE = ROOT / "docs" / "results" / "mkl.md"
 PROJECTED = "projected: "
 #: What the learned mixture and that by token are compared with, as they are and projected.
 MIXTURES = ("learned mixture", "mixture by token")

@@ -1,4 +1,4 @@
-"""The table of operations in docs/hyperbolicity.md, made from the results alone."""
+"""The table of operations in docs/results/hyperbolicity.md, made from the results alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .draw import ROOT, put
 from .store import FOLDER, load
 from .tables import circumstances, number, table
 
-PAGE = ROOT / "docs" / "hyperbolicity.md"
+PAGE = ROOT / "docs" / "results" / "hyperbolicity.md"
 
 
 def operations(results: dict) -> str:

@@ -1,5 +1,6 @@
-"""The tables of docs/adaptation.md on layers that are replaced, made from the results alone; rows without runs are left
-out.
+"""Write the tables of replaced layers in docs/results/adaptation.md from the results.
+
+Rows without complete runs are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from .recovered import NONE, REDRAWN, best_rate, key_before, key_of, key_of_sear
 from .store import FOLDER
 from .tables import NOT_DONE, all_done, circumstances, detectable, mean_and_deviation, paired, table
 
-PAGE = ROOT / "docs" / "adaptation.md"
+PAGE = ROOT / "docs" / "results" / "adaptation.md"
 CONTROLS = (NONE, REDRAWN, "Euclidean distance", "normalised dot product")
 
 

@@ -1,4 +1,7 @@
-"""The table of the starts in docs/hyperbolicity.md, made from the results alone; rows are left out until whole."""
+"""Write the table of the starts in docs/results/hyperbolicity.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .tables import (
     table,
 )
 
-PAGE = ROOT / "docs" / "hyperbolicity.md"
+PAGE = ROOT / "docs" / "results" / "hyperbolicity.md"
 
 
 def accuracies(results: dict, kind: str, start: str, folder: Path = FOLDER) -> list[float]:

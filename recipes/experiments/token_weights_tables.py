@@ -1,4 +1,7 @@
-"""The tables of the weights by token in docs/mkl.md, made from the results alone, of kinds that are whole."""
+"""Write the tables of the weights by token in docs/results/mkl.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 from .token_weights import GATES, best_rate, key_of
 
-PAGE = ROOT / "docs" / "mkl.md"
+PAGE = ROOT / "docs" / "results" / "mkl.md"
 BY_TOKEN = "weights by token"
 CONTROLS = tuple(kind for kind in GATES if kind != BY_TOKEN)
 

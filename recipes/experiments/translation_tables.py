@@ -1,4 +1,7 @@
-"""The tables and the plot of docs/translation.md, made from the results alone; rows without runs are left out."""
+"""Write the tables and the plot of docs/results/translation.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .store import FOLDER, load
 from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 from .translation import best_rate, key_of, key_of_search
 
-PAGE = ROOT / "docs" / "translation.md"
+PAGE = ROOT / "docs" / "results" / "translation.md"
 CONTROLS = ("dot product", "Euclidean distance")
 #: What is read, and its digits.
 MEASURES = {"held_out": 3, "bleu": 2, "chrf": 2}

@@ -1,4 +1,7 @@
-"""The table and the plot of the experiment in docs/trilinear.md, made from the results alone."""
+"""Write the table and the plot of the experiment in docs/results/trilinear.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .store import FOLDER, load
 from .tables import mean_and_deviation, table
 from .trilinear import key_of
 
-PAGE = ROOT / "docs" / "trilinear.md"
+PAGE = ROOT / "docs" / "results" / "trilinear.md"
 
 
 def accuracies(results: dict) -> str:

@@ -1,4 +1,7 @@
-"""The tables and the plot of docs/vision.md, made from the results alone; rows that are not whole are left out."""
+"""Write the tables and the plot of docs/results/vision.md from the results.
+
+Rows without complete runs are left out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .store import FOLDER, load
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 from .vision import CONES, CONTROLS, GAMMAS, best_rate, key_of, row_of
 
-PAGE = ROOT / "docs" / "vision.md"
+PAGE = ROOT / "docs" / "results" / "vision.md"
 
 
 def accuracies(results: dict, kind: str, gamma: float) -> list[float]:

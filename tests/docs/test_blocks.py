@@ -47,7 +47,7 @@ MARKERS = {**dict.fromkeys(EXTRAS, "extras"), 'device="cuda"': "gpu"}
 SLOW = ("docs/tutorials/trainer.md",)
 #: Commands that read and write local folders only, and take seconds.
 LOCAL_COMMANDS = re.compile(
-    r"hyperattn (recover|export --remote-code|card|inject HuggingFaceTB|push .*--dry-run)"
+    r"hyperattn (recover|export --remote-code|card|(inject|look) HuggingFaceTB|push .*--dry-run)"
 )
 
 

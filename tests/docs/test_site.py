@@ -10,6 +10,7 @@ import pytest
 
 import hf_hyperattn as ha
 from hf_hyperattn import analysis, functional, geometry, inject, testing
+from hf_hyperattn.integration.patching.versions import TESTED
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = "\n".join(
@@ -27,13 +28,17 @@ def test_every_public_name_is_in_the_reference(module):
     assert not public - NAMES
 
 
-def test_every_page_is_in_the_contents():
-    start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^((?:tutorials/)?\w+)$", start, re.MULTILINE))
-    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")}
-    assert {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in pages} - {
-        "index"
-    } <= listed
+def list_contents(page: Path) -> set[Path]:
+    """Return the pages that the tables of contents of `page` name."""
+    tables = re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names = [line for table in tables for line in re.findall(r"^[\w./]+$", table, re.MULTILINE)]
+    return {(page.parent / f"{name}.md").resolve() for name in names if name != "self"}
+
+
+def test_every_page_is_in_the_contents_once():
+    pages = {*(ROOT / "docs").glob("**/*.md")}
+    listed = [name for page in pages for name in list_contents(page)]
+    assert sorted(listed) == sorted(pages - {ROOT / "docs" / "index.md"})
 
 
 def load_conf():
@@ -104,3 +109,18 @@ def test_the_site_builds(tmp_path):
     assert built.returncode == 0, built.stderr
     page = (tmp_path / "api" / "functional.html").read_text(encoding="utf-8")
     assert "hf_hyperattn.functional.cone_attention" in page
+
+
+@pytest.mark.parametrize("mechanism", [m["name"] for m in ha.list_mechanisms()])
+def test_pages_of_mechanisms_have_the_same_headings(mechanism):
+    page = (ROOT / "docs" / f"{mechanism}.md").read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == ["Use", "Parameters", "Definition", "Limits", "Evidence"]
+
+
+def test_tested_versions_are_those_of_the_package():
+    page = (ROOT / "docs" / "status.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\w+) \|.*\| ([\d.]+ to [\d.]+) \|$", page, re.MULTILINE))
+    found = {name.lower(): versions for name, versions in rows.items()}
+    assert {name: " to ".join(bounds) for name, bounds in TESTED.items()}.items() <= found.items()

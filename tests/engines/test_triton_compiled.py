@@ -18,7 +18,7 @@ slow, pytestmark = pytest.mark.slow, pytest.mark.extras
 CHIPS = {80: 163 * 1024, 90: 227 * 1024}  # bytes of shared memory that a program may have
 SMALL = 99 * 1024  # the same on GPUs for desktops
 #: Bytes a thread may keep outside its registers in the config that keeps fewest; sm80, whose products take their
-#: factors from registers, keeps more at width 128 (docs/gpu.md).
+#: factors from registers, keeps more at width 128 (docs/internals/gpu.md).
 SPILLED = {80: 256, 90: 256}
 
 

@@ -1,6 +1,6 @@
 """Count what the compiler makes of the kernels, for chips that are not here: no GPU is needed, and nothing is timed.
 
-    python -m tests.engines.triton_report        writes the tables of docs/gpu.md; a quarter of an hour
+    python -m tests.engines.triton_report        writes the tables of docs/internals/gpu.md; a quarter of an hour
 
 Counted are the machine instructions of the main loop for each pair of a query and a key, a thread's registers and
 stack, and the shared memory of a program. Tile sizes are the first ones of `engines/triton/configs.py`.
@@ -23,7 +23,7 @@ from tests.engines.triton_ahead import (
     listed,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "gpu.md"
 BEGIN, END = "<!-- what the compiler says -->\n", "<!-- end of what the compiler says -->\n"
 CHIPS = (80, 90)
 WIDTHS = (64, 128)

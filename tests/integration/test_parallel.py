@@ -1,6 +1,6 @@
 """A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused.
 
-`python -m tests.integration.test_parallel` prints the largest differences, as docs/many_devices.md shows them.
+`python -m tests.integration.test_parallel` prints the largest differences, as docs/results/many_devices.md shows them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank computes of a host under tensor parallelism, without other ranks, and what docs/many_devices.md says."""
+"""What a rank computes of an attention layer under tensor parallelism, compared with docs/results/many_devices.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from hf_hyperattn.mechanisms.base import HostCall, RankHeads
 from .parallel import PATCHES
 from .test_parallel import stock
 
-PAGE = (Path(__file__).parents[2] / "docs" / "many_devices.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "results" / "many_devices.md").read_text(
+    encoding="utf-8"
+)
 ROWS = dict(re.findall(r"^\| ([^|]+) \| (their own|all) \|", PAGE, re.MULTILINE))
 
 

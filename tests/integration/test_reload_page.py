@@ -1,4 +1,4 @@
-"""docs/reload.md does what it says: its code runs, its command exists, its facts are facts."""
+"""docs/reload.md and docs/checkpoint.md: the code runs, the commands exist, the keys are those of a checkpoint."""
 
 import json
 import re
@@ -12,7 +12,9 @@ import hf_hyperattn as ha
 from hyperattn_cli import main
 from tests.integration.models import llama
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reload.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "reload.md").read_text(encoding="utf-8")
+FORMAT = (DOCS / "checkpoint.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -40,8 +42,8 @@ def test_the_page(tmp_path, monkeypatch, capsys):
     with torch.no_grad():
         assert torch.equal(names["model"](ids).logits, expected)
     config = json.loads(Path("smollm2-cone/config.json").read_text())
-    for key in re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE):
-        assert key in config
+    keys = re.findall(r"^\| `(\w+)` \|", FORMAT, re.MULTILINE)
+    assert len(keys) == 3 and set(keys) <= config.keys()
     copies = list(Path("smollm2-cone-export").glob("hyperattn_*.py"))
     assert (
         20 <= len(copies) <= 90 and Path("smollm2-cone-export/hyperattn_engines_score.py") in copies

@@ -50,13 +50,20 @@ CLEAR = {
     ),
 }
 ABOUT = """\
-Written by `make adapters`. Twelve methods of PEFT on a tiny Llama that is patched with cone attention, its gates open;
-a large step of Adam on the adapter and on what the patch added. LoRA and its kin are `ha.lora_config(model, ...)`,
-whose adapters carry the patch; the others have `modules_to_save=["hyper"]`. Numbers are the largest differences of
-logits (which are about 1): of the saved adapter on a base that was made anew, and by four loaders, each in a fresh
-process, from what the training process said; disabled, from the base; merged, from the adapter; reloaded, of the merged
-model that was saved, from the merged one. 1e-6 is allowed. "trained" counts the added tensors that the step moved.
-"left out": what an adapter that is made without them says of the added parameters."""
+Which methods of PEFT train, save and load what a patch added? All twelve that were tried, by PEFT's own loaders.
+Transformers' loaders refuse two of them, for any model. `make adapters` took each method from training to the merged
+model, and wrote this page. The base is a tiny Llama with cone attention and open gates. Training is one large step of
+Adam on the adapter and on the added parameters. LoRA and its variants use `ha.lora_config(model, ...)`, whose
+adapters carry the patch. The others have `modules_to_save=["hyper"]`.
+
+Numbers are the largest differences of logits, which are about 1; 1e-6 is allowed:
+
+- trained: the number of added tensors that the step moved.
+- saved, loaded: the saved adapter on a new base. The next four columns are loaders, each in a fresh process. All are
+  compared with the training process.
+- disabled: compared with the base. merged: compared with the adapter. reloaded: the saved merged model,
+  compared with the merged one.
+- left out: the message of an adapter that is made without the added parameters."""
 
 
 class Warnings(logging.Handler):
@@ -180,7 +187,7 @@ def page(rows: dict[str, list[str]]) -> str:
     lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
     there = {cell for cells in rows.values() for cell in cells}
     lines += ["", *(f"- {why}" for mark, why in CLEAR.values() if mark in there)]
-    lines += ["", f"{versions}. What else adapters do is on [Training](training.md)."]
+    lines += ["", f"{versions}. [Train adapters](training.md) has everything else."]
     return "\n".join(lines) + "\n"
 
 

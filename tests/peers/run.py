@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 from pathlib import Path
@@ -50,15 +49,17 @@ MECHANISMS = (
     "mkl",
     "trilinear",
 )
-ABOUT = (
-    "Written by `make peers`. The common tests of Transformers, on tiny models of five families that patch "
-    "themselves as soon as they are built, and the common tests of PEFT, method by method on a patched Llama; "
-    "every added parameter is moved away from where it starts. A cell says how many of the tests that pass on "
-    "the stock model pass on the patched one. What does not is listed below with the reason; anything else "
-    "makes `make peers` fail. What has no row, and cells with –, were not run. Transformers' archive has no tests of "
-    "exporters: those run where `TRANSFORMERS_SOURCE` names a checkout, which was not tried. Its tests of "
-    "generation are left out."
-)
+ABOUT = """\
+How many of the tests of Transformers and PEFT that pass on a stock model also pass on a patched one? All but those
+listed [below](#what-must-fail), each with its reason. `make peers` ran the tests and wrote this page. It fails if
+another test fails.
+
+- **Transformers**: the common tests, on tiny models of five families that patch themselves when they are built. Tests
+  of generation are left out. Tests of exporters are not in Transformers' archive: they run if `TRANSFORMERS_SOURCE`
+  names a checkout, which was not tried.
+- **PEFT**: the common tests, method by method, on a patched Llama.
+- All added parameters are moved away from their start.
+- Families and methods without a row, and cells with –, were not run."""
 #: Test -> why it cannot pass on a patched model; a key may end in a mechanism or a part, after a space.
 EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").read_text())
 
@@ -208,9 +209,9 @@ def main() -> int:
 def page(mechanisms: list[str], rows: dict, notes: dict) -> str:
     """docs/peers.md."""
     lines = [
-        "# The peers' own tests",
+        "# Tests of Transformers and PEFT",
         "",
-        *textwrap.wrap(ABOUT, 120),
+        ABOUT,
         "",
         ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft")) + ".",
     ]

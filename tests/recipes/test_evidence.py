@@ -1,4 +1,4 @@
-"""docs/evidence.md: a row for every claim, with numbers from committed results and commands that exist."""
+"""docs/results/evidence.md: a row for every claim, with numbers from committed results and commands that exist."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def drawn(axes) -> np.ndarray:
 
 def test_every_plot_of_the_docs_is_looked_at_and_on_a_page():
     assert {path.stem for path in (ROOT / "docs" / "plots").glob("*.svg")} == set(MAKERS)
-    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    assert all(f"](plots/{name}.svg)" in pages for name in MAKERS)
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("**/*.md"))
+    assert all(f"plots/{name}.svg)" in pages for name in MAKERS)
 
 
 def test_no_point_is_cut_off_without_a_mark(figure):

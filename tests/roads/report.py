@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import re
 import tempfile
+import textwrap
 
 from tests.roads.cases import BY_LABEL, CASES
 from tests.roads.outcome import FACTOR, Cell
 from tests.roads.road import GROUPS, ROADS
 
 MEANING = {
-    "equal": "the mechanism is there: logits are the same, to the difference that the cell names",
-    "warned": "it is not there, and a warning of ours says so; the words are below",
-    "refused": "an error of one line says what cannot be done, and what can; the words are below",
-    "no road": "the stock model cannot take this road either, so that there is nothing to lose; why is below",
+    "equal": "the mechanism is there, with the same logits",
+    "warned": "it is not there, and a warning of ours says so",
+    "refused": "an error says what cannot be done, and what can",
+    "no road": "the stock model cannot take this road either",
     "not run": "a program of a third party is missing",
-    "silent": "**failure**: other logits, and not a word",
+    "silent": "**failure**: other logits, without a message",
     "crash": "**failure**: an error that does not say what to do",
-    "vacuous": "**failure**: the road loses so much of any model that the cell shows nothing",
+    "vacuous": "**failure**: any model loses too much on this road",
 }
 HEAD = """# Roads
 
-Written by `make roads`. Every mechanism, by patch, by name and by conversion, takes every road of the ecosystem that we
-know: files, copies, other dtypes and devices, compilers, exporters, quantisers, trainers, adapters, several processes.
-At its end it computes what it did before (the number is the largest difference of logits, as a share of the largest
-logit where that is above 1), or we refuse, or we warn. No cell may be anything else.
+Does a mechanism survive saving, copying, converting, compiling, exporting, quantising, training and adapters?
+`make roads` took every mechanism by every such *road*, and wrote this page. At the end of a road the mechanism
+computes what it did before, or we refuse, or we warn. A cell shows the largest difference of logits, or the outcome
+with the number of its [message](#messages).
 
-The models are tiny (3 layers, 4 heads, random weights), patched in layers 1 and 2; all added parameters are moved
-away from where they start. The tolerance is 1e-5 (1e-4 where weights are put together anew, as in a merge; 5e-4 for
-the midpoint, whose float32 gradients are 3e-4 from those of float64; 1e-2 in float16), or {factor} times what the
-stock model loses on the same road. Of PEFT's methods one of each kind is tried with every case, the others with
-three; what takes long with six.
+- **Difference**: as a share of the largest logit if that is above 1.
+- **Models**: tiny (3 layers, 4 heads, random weights), patched in layers 1 and 2. All added parameters are moved away
+  from their start.
+- **Tolerance**: 1e-5, or {factor} times the loss of the stock model on the same road. It is 1e-4 if weights are
+  combined, as in a merge, and 1e-2 in float16. For the midpoint it is 5e-4: its float32 gradients are 3e-4 from those
+  of float64.
+- **Coverage**: of PEFT's methods, one of each kind is tried with every case, the others with three. Slow roads are
+  tried with six cases.
 
 {versions}
 {left_out}
@@ -51,7 +55,7 @@ def left_out(cells: dict) -> str:
     if not missing:
         return ""
     names = "; ".join(f"{name} ({number})" for name, number in missing.items())
-    return f"\n**Not in this table**, with the number of their cells, since the run was ended before them: {names}.\n"
+    return f"\n**Not in this table**, with the number of their cells, because the run ended before them: {names}.\n"
 
 
 def totals(cells: dict) -> dict[str, int]:
@@ -85,9 +89,21 @@ def page(cells: dict, versions: dict) -> str:
             if roads:
                 lines += ["", f"## {title}: {group.lower()}", ""]
                 lines += grid(roads, labels, cells, notes)
-    lines += ["", "## Words", ""]
-    lines += [f"{number}. {text}" for text, number in notes.items()]
-    return "\n".join(lines) + "\n"
+    lines += ["", "## Messages", "", "```text"]
+    lines += [write_message(number, text) for text, number in notes.items()]
+    return "\n".join([*lines, "```"]) + "\n"
+
+
+def write_message(number: int, text: str) -> str:
+    """Return a message with its number, in lines of 120 characters."""
+    start = f"{number:3}. "
+    return textwrap.fill(
+        start + text,
+        120,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def grid(roads: list[str], labels: list[str], cells: dict, notes: dict) -> list[str]:
@@ -109,7 +125,7 @@ def show(cell: Cell | None, label: str, notes: dict) -> str:
     words = " ".join(
         re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/ ]+", "FOLDER", cell.words).split()
     )
-    words = words.replace("|", "\\|")[:600]
+    words = words[:600]
     number = notes.setdefault(words, len(notes) + 1)
     outcome = cell.outcome if cell.holds or cell.outcome == "not run" else f"**{cell.outcome}**"
     return f"{outcome} [{number}]"

@@ -2,6 +2,7 @@
 
 import collections
 import re
+import textwrap
 
 from tests.zoo.patched import PATCHES
 
@@ -12,10 +13,10 @@ SHAPES = re.compile(
 
 VERDICTS = {
     "works": "loads by name, and every check that applies holds",
-    "patched only": "refused by name for a part out of reach; `patch_model` changes the rest, and those checks hold",
-    "refused": "has attention out of reach; every way in raises an error that names it",
-    "no attention": "nothing to change; every way in raises an error that names it",
-    "not built": "no tiny random model could be built or run here, for the reason given",
+    "patched only": "not by name, as one part is out of reach; patching works",
+    "refused": "attention is out of reach; an error names it",
+    "no attention": "nothing to change; an error names it",
+    "not built": "no tiny random model could be built or run here",
     "failure": "accepted, but a check does not hold",
 }
 CHECKS = ("by_name", "identity", "gradients", "unpatch", "reload", "generation")
@@ -29,42 +30,52 @@ AROUND = re.compile(
 )
 HEAD = """# Compatibility
 
-Written by `make zoo`, which builds a tiny random model of every model type of the installed Transformers and checks
-it with {patches}, each by itself: transformers {transformers}, torch {torch}, Python {python}, on a CPU, in float32.
+Which model types of Transformers work? `make zoo` built a tiny random model of every type and checked it with each of
+these: {patches}. It wrote this page with transformers {transformers}, torch {torch}, Python {python}, on a CPU, in
+float32.
+
+## What the columns mean
 
 {columns}
 
-"Note 3" is the third of the reasons at the end of the page.
+- **-** means that the check does not apply. The note says why, unless the model just does not generate.
+- **note 3** is the third of the notes at the end of the page.
+- **2 of 4 hosts ran**: some attention modules, such as those of a vision tower, were patched but not run. Composite
+  models that accept only text are checked with only text. "Unseen" hosts ran without an effect on the outputs.
+- **refused** names a mechanism that has no meaning for such a module, and says so in one line. For example,
+  Hierarchical Self-Attention refuses logits with a softcap.
+- **as before** lists attention modules that still compute what they did, such as pooling heads, linear and deformable
+  attention.
 
-**Reload.** Weights are bitwise equal: every process that loads the file gets the same bits, and the bits of the model
-that was saved where weights lie as they lay there. PyTorch rounds products of single rows otherwise where a file maps
-them to odd addresses, of stock models too; `copy.deepcopy(model)` moves them.
+Two refusals have no note. Tying both sides ("hsa, both") is only for bidirectional attention, and collaborative heads
+are only for attention without rotary positions. Sparse rules are checked in causal layers only.
 
-`-` means that the check does not apply; the note says why unless the model just does not generate. Composite models
-that accept text alone are checked with text alone; "2 of 4 hosts ran" then tells that some attention modules, such
-as those of a vision tower, were patched but not run. "refused" names a mechanism that says of itself, in one line, that
-it has no meaning for such a module, as Hierarchical Self-Attention says of logits with a softcap; that tying both
-sides ("hsa, both") is for bidirectional attention alone, and collaborative heads for attention without rotary
-positions, is not noted. Sparse rules are checked in causal layers only. "as before" lists attention modules inside a
-model that works which compute what they always did: pooling heads, linear and deformable attention, and the like.
+**Reload.** Every process that loads the file gets the same bits. They are the bits of the saved model if its weights
+lie at the same alignment in memory. PyTorch rounds products of single rows otherwise if a file maps weights to odd
+addresses, also in stock models. `copy.deepcopy(model)` moves them.
 """
 COLUMNS = {
-    "by name": '`from_config(..., attn_implementation="cone")` works, our function is called, outputs are finite',
-    "identity": "right after `patch_model` outputs are the stock ones to 1e-5 of their "
-    "magnitude, with and without gradients",
-    "gradients": "every added parameter of an attention module that ran gets a finite gradient",
-    "unpatch": "`unpatch_model` restores classes, state-dict keys and values, configs and hooks; outputs are bitwise "
-    "the stock ones",
-    "reload": "saved with open gates and taken back by plain `from_pretrained`, weights are bitwise equal, outputs to "
-    "1e-6; see below",
-    "generation": "greedy generation with open gates is the same with and without a cache",
+    "by name": '`from_config(..., attn_implementation="cone")` works. Our function is called, and outputs are '
+    "finite.",
+    "identity": "right after `patch_model`, outputs are the stock ones to 1e-5 of their magnitude, with and without "
+    "gradients.",
+    "gradients": "every added parameter of an attention module that ran gets a finite gradient.",
+    "unpatch": "`unpatch_model` restores classes, state-dict keys and values, configs and hooks. Outputs are bitwise "
+    "the stock ones.",
+    "reload": "the model is saved with open gates and loaded by plain `from_pretrained`. Weights are bitwise "
+    "equal, outputs to 1e-6.",
+    "generation": "greedy generation with open gates is the same with and without a cache.",
 }
 
 
 def columns():
-    """What the columns of the big tables mean, as a table."""
-    rows = ["| column | what holds where it says yes |", "| --- | --- |"]
-    return "\n".join(rows + [f"| {name} | {meaning} |" for name, meaning in COLUMNS.items()])
+    """Return the meaning of the columns of the big tables, as a list."""
+    return "\n".join(
+        textwrap.fill(
+            f"- **{name}**: {meaning}", 120, subsequent_indent="  ", break_on_hyphens=False
+        )
+        for name, meaning in COLUMNS.items()
+    )
 
 
 def totals(results, kind):
@@ -104,8 +115,16 @@ def page(results, versions):
             "| --- | --- |" + " --- |" * (len(CHECKS) + 1),
         ]
         lines += [row(t, r, notes) for (k, t), r in sorted(results.items()) if k == kind]
-    lines += ["", "## Notes", "", *(f"{number}. {text}" for text, number in notes.items())]
+    lines += ["", "## Notes", "", *(write_note(number, text) for text, number in notes.items())]
     return "\n".join(lines) + "\n"
+
+
+def write_note(number, text):
+    """Return a note as Markdown: one item, with an item below it for each mechanism if several refuse."""
+    checks, *refusals = re.split(r"(?:^|: |; )(?=[\w +,]+ refused: )", text)
+    if len(refusals) < 2:
+        return f"{number}. {text}"
+    return "\n".join([f"{number}. {checks}:", *(f"    - {refusal}" for refusal in refusals)])
 
 
 def row(model_type, result, notes):
@@ -138,7 +157,7 @@ def note(result):
         r"(\d+) of (\d+) hosts ran(.*)", result["checks"].get("by_name", ("", ""))[1] or ""
     )
     if ran and (ran[1] != ran[2] or ran[3]):
-        found += ran[0].split("; ")
+        found += ran[0].replace(", which the outputs do not show", ", unseen").split("; ")
     return [re.sub(r"\s+", " ", part).replace("|", "\\|") for part in found]
 
 

@@ -346,4 +346,4 @@ def explain_mask(kind: type) -> str:
     changed = kind.find_changed_method()
     if changed:
         return f"It overrides PageRule.{changed}, which the kernel computes itself. Define score_pages alone."
-    return f"The kernel does not take this call. It takes {served}; docs/selection.md lists the exceptions."
+    return f"The kernel does not take this call. It takes {served}; docs/rules.md lists the exceptions."
