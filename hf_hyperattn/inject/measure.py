@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ..analysis.perplexity import one_text
 from ..config.fields import refuse
 from ..integration import patch_model, unpatch_model
-from ..mechanisms.base import HostCall
-from .gradients import Spans, attention_gradients, loss_of, predicted_of
+from ..mechanisms.base import HostCall, Plan
+from .gradients import Spans, attention_gradients, in_float32, loss_of, predicted_of
 from .kept import MeasurementFolder, fingerprint
 from .rules import CHUNK, CandidateRule
 
@@ -253,7 +253,11 @@ def layer_costs(
     sample: Sample,
     keep_slopes: bool,
 ) -> dict[str, Tensor]:
-    """Measure one layer and return the tensors by field name of `Sensitivity`."""
+    """Measure one layer in float32 and return the tensors by field name of `Sensitivity`."""
+    if out.dtype != torch.float32:
+        # The rounding of a 16-bit output would count as a change by every rule.
+        call = in_float32(call)
+        out, _ = Plan.from_call(call).run()
     slopes, kl = compare_rules(call, out, gradient, rules, sample.starts)
     # The layers of one model may be on different devices, so results are collected on the CPU.
     slopes = slopes.cpu()
