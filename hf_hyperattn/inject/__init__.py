@@ -7,6 +7,7 @@ name.
 from .allocate import Allocation, OutOfReach, choose, predicted_losses
 from .heal import Healing
 from .measure import Sensitivity, measure
+from .plan import InjectionPlan, plan_injection
 from .retrieval import Example, Score, examples
 from .rules import CandidateRule
 from .together import corrected, loss_parts
@@ -16,6 +17,7 @@ __all__ = [
     "Allocation",
     "Example",
     "Healing",
+    "InjectionPlan",
     "OutOfReach",
     "Score",
     "Sensitivity",
@@ -26,6 +28,7 @@ __all__ = [
     "examples",
     "loss_parts",
     "measure",
+    "plan_injection",
     "predicted_losses",
     "verify",
 ]

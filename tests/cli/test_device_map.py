@@ -38,6 +38,13 @@ def folder(tmp_path_factory):
     return folder
 
 
+def request(folder) -> argparse.Namespace:
+    """The options of a model that is spread over memory and the disk."""
+    return argparse.Namespace(
+        model=str(folder / "model"), device_map=str(folder / "map.json"), dtype=None
+    )
+
+
 def inject(folder, output, *more) -> dict:
     """The numbers of the report beside the checkpoint."""
     line = [
@@ -69,7 +76,7 @@ def inject(folder, output, *more) -> dict:
 
 
 def test_models_on_the_disk_have_fingerprints_of_their_weights(folder, tmp_path):
-    args = argparse.Namespace(model=str(folder / "model"), device_map=str(folder / "map.json"))
+    args = request(folder)
     print_of = lambda: fingerprint(
         device_map.load_model(AutoModelForCausalLM, args), torch.arange(4), ()
     )
@@ -108,7 +115,7 @@ def test_the_same_checkpoint_is_written(folder, tmp_path, capsys, where):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_model_on_the_disk_is_written_whole(folder, tmp_path, dtype):
-    args = argparse.Namespace(model=str(folder / "model"), device_map=str(folder / "map.json"))
+    args = request(folder)
     model = device_map.load_model(AutoModelForCausalLM, args)
     assert {p.device.type for p in model.model.layers[0].parameters()} == {"meta"}
     with warnings.catch_warnings():
