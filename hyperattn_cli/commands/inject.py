@@ -56,7 +56,7 @@ NOT_OF_ENCODERS = {
     "retrieval_budget": "which has no retrieval tasks",
     "resume": "whose measurements are not stored",
     "cost": "whose rules go by layer, and which keeps no cache",
-    "plan": "which is not planned",
+    "plan": "whose run takes minutes",
 }
 #: Options that some mechanisms do not use: (option, mechanisms).
 UNUSED_OPTIONS = (
