@@ -22,7 +22,9 @@ from ..integration.attention.hosts import find_hosts, host_facts
 from .causal import FIRST_SHARE, POWERS, TRIES_AT_PAIRS, CausalInjection
 from .gradients import Head, compute_divergence, loss_of, predicted_of
 from .injection import ROUNDS, Item, ids_of
+from .measure import draw_sample
 from .pays import pays_from
+from .rules import CHUNK
 
 #: Number of words of the probe, so few that its output embedding takes no time.
 WORDS = 64
@@ -68,6 +70,7 @@ class PassTimes:
 
     Args:
         measure: Measuring all rules, with gradients.
+        few: The same with `CHUNK` sampled queries instead of `CausalInjection.rows`.
         forward: A pass of the original model.
         joint: The pass that finds what heads lose together.
         patched: A pass of the patched model.
@@ -76,6 +79,7 @@ class PassTimes:
     """
 
     measure: float
+    few: float
     forward: float
     joint: float
     patched: float
@@ -191,12 +195,15 @@ def time_passes(probe: CausalInjection, scale: float, longest: int | None) -> Pa
         longest: Largest length that the model can read.
     """
     item = next(iter(probe.texts[0].values()))
+    few_rows = replace(probe, rows=CHUNK)
+    few_rows.progress = probe.progress
 
     def run_forward() -> None:
         with torch.no_grad():
             probe.compute_hidden(item)
 
     measure = time_fastest(probe.measure_texts)
+    few = time_fastest(few_rows.measure_texts)
     rules = time_once(probe.measure_rules) - measure if probe.cost == "time" else 0.0
     if probe.cost != "time":
         probe.measure_rules()
@@ -212,6 +219,7 @@ def time_passes(probe: CausalInjection, scale: float, longest: int | None) -> Pa
         unpatch_model(probe.model)
     return PassTimes(
         measure=scale * measure,
+        few=scale * few,
         forward=scale * forward,
         joint=scale * joint,
         patched=scale * patched,
@@ -265,7 +273,10 @@ def add_stages(
     tries = (TRIES_AT_PAIRS if injection.pairs else injection.tries) - corrections
     both = times.forward + times.patched
     stages = {
-        "measuring": first * times.measure + tokens[0] * head.gradient + times.rules,
+        "measuring": first * times.few
+        + count_shares(injection) * (times.measure - times.few)
+        + tokens[0] * head.gradient
+        + times.rules,
         "search": second * (times.forward + tries * times.patched)
         + tokens[1] * (1 + tries) * head.loss,
         "corrections": corrections
@@ -287,6 +298,19 @@ def add_stages(
         stages["comparison"] = items * (both + rivals * times.patched)
         passes["comparison"] = items * (2 + rivals)
     return stages, passes
+
+
+def count_shares(injection: CausalInjection) -> float:
+    """Return the sum over the first texts of their share of `injection.rows`.
+
+    Fewer queries are sampled of an example with few answers.
+    """
+    total = 0.0
+    for item in injection.texts[0].values():
+        spans = getattr(item, "spans", None)
+        starts = draw_sample(len(ids_of(item)), injection.rows, injection.seed, spans).starts
+        total += min(1.0, (len(starts) - 1) / max(1, injection.rows // CHUNK - 1))
+    return total
 
 
 def count_tokens(items: Iterable[Item]) -> int:

@@ -1,6 +1,7 @@
 """The plan of an injection: its passes against those of a run, its memory against what a run keeps."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.cli.test_inject import prose
 
 LENGTH = 192
 RULES = [SparseHeadRule(rule) for rule in (Window(16), Window(64), Pages(16, 4, 8, 4), Window(96))]
-TIMES = PassTimes(measure=1.0, forward=10.0, joint=100.0, patched=1e3, pays=1e4, rules=0.0)
+TIMES = PassTimes(measure=1.0, few=1.0, forward=10.0, joint=100.0, patched=1e3, pays=1e4, rules=0.0)
 NO_HEAD = HeadTimes(loss=0.0, gradient=0.0, divergence=0.0)
 
 
@@ -81,8 +82,18 @@ def test_the_seconds_are_those_of_the_passes(folder):
         "held-out text": (third + 1) * 1010,
         "timing": 6 * 1010 + 10_000,
     }
+    # With 32 rows, every text and example has two sampled chunks.
+    more = replace(TIMES, measure=3.0)
+    stages, _ = add_stages(injection, more, NO_HEAD, compare=False)
+    assert stages["measuring"] == 3 * first
+    # With 96 rows, an example with answers in one chunk has fewer than six sampled chunks.
+    injection.rows = 96
+    (mixture,) = (item for name, item in injection.texts[0].items() if name == "mixture")
+    assert mixture.tokens < 16
+    stages, _ = add_stages(injection, more, NO_HEAD, compare=False)
+    assert first < stages["measuring"] < 3 * first
     head = HeadTimes(loss=1.0, gradient=1e3, divergence=1e6)
-    none = PassTimes(measure=0, forward=0, joint=0, patched=0, pays=0, rules=7.0)
+    none = PassTimes(measure=0, few=0, forward=0, joint=0, patched=0, pays=0, rules=7.0)
     tokens = [
         sum(LENGTH - 1 if isinstance(item, torch.Tensor) else item.tokens for item in part.values())
         for part in injection.texts
