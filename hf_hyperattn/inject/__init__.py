@@ -7,7 +7,6 @@ name.
 from .allocate import Allocation, OutOfReach, choose, predicted_losses
 from .heal import Healing
 from .measure import Sensitivity, measure
-from .plan import InjectionPlan, plan_injection
 from .retrieval import Example, Score, examples
 from .rules import CandidateRule
 from .together import corrected, loss_parts
@@ -17,7 +16,6 @@ __all__ = [
     "Allocation",
     "Example",
     "Healing",
-    "InjectionPlan",
     "OutOfReach",
     "Score",
     "Sensitivity",
@@ -28,7 +26,6 @@ __all__ = [
     "examples",
     "loss_parts",
     "measure",
-    "plan_injection",
     "predicted_losses",
     "verify",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_hyperattn.inject import InjectionPlan, plan_injection
+from hf_hyperattn.inject.plan import InjectionPlan, plan_injection
 
 from ..shared.console import print_table
 from ..shared.inputs import positions_of

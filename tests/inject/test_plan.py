@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hf_hyperattn.inject import causal, plan_injection
+from hf_hyperattn.inject import causal
 from hf_hyperattn.inject.causal import POWERS, CausalInjection
 from hf_hyperattn.inject.gradients import checkpoint_layers, final_hidden, freeze_parameters
 from hf_hyperattn.inject.hsa import HsaHeadRule
@@ -18,6 +18,7 @@ from hf_hyperattn.inject.plan import (
     add_stages,
     build_probe,
     count_kept,
+    plan_injection,
 )
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.sparse import Pages, Window
