@@ -67,7 +67,8 @@ class Injection(ABC):
         costs: As `alone`, for `rules` only, corrected by the allocations tried so far.
         allocation: The allocation that the model is patched with in the end.
         times: Measured times of the rules, if `cost` is "time".
-        stages: Seconds of each stage of the run so far, see `enter_stage`.
+        stages: Seconds of each finished stage of the run, see `enter_stage`.
+        stage: Name and start of the current stage.
         metric: Name of the quality measure in the report.
         tries: Number of allocations that `search_allocation` tries.
         unit: What gets a rule of its own: "head" or "layer".

@@ -142,15 +142,16 @@ def plan_injection(
         times = time_passes(probe, layers / probed, longest)
     # The weights of the probe are no part of what follows.
     del probe
+    head = build_head(injection, device, dtype)
     with PeakMemory(device) as logits:
-        head = time_head(injection, device, dtype)
-    stages, passes = add_stages(injection, times, head, compare)
+        head_times = time_head(head, injection.length)
+    stages, passes = add_stages(injection, times, head_times, compare)
     memory = {} if device.type == "cuda" else {"Python and texts": before.start}
     memory |= count_kept(injection, layers, dtype)
     # The logits of a piece and the activations of a layer are not in memory at the same time.
     memory["one layer, or logits"] = max(working.added, logits.added)
     again = (len(injection.texts[2]) + 1) * times.patched
-    again += count_tokens(injection.texts[2].values()) * head.loss
+    again += count_tokens(injection.texts[2].values()) * head_times.loss
     return InjectionPlan(
         stages=stages, passes=passes, candidate=again, memory=memory, layers=layers, probed=probed
     )
@@ -204,9 +205,7 @@ def time_passes(probe: CausalInjection, scale: float, longest: int | None) -> Pa
 
     measure = time_fastest(probe.measure_texts)
     few = time_fastest(few_rows.measure_texts)
-    rules = time_once(probe.measure_rules) - measure if probe.cost == "time" else 0.0
-    if probe.cost != "time":
-        probe.measure_rules()
+    whole = time_once(probe.measure_rules)
     forward = time_fastest(run_forward)
     with torch.no_grad():
         hidden = probe.compute_hidden(item)
@@ -224,18 +223,23 @@ def time_passes(probe: CausalInjection, scale: float, longest: int | None) -> Pa
         joint=scale * joint,
         patched=scale * patched,
         pays=scale * pays,
-        rules=max(0.0, rules),
+        rules=max(0.0, whole - measure) if probe.cost == "time" else 0.0,
     )
 
 
-def time_head(injection: CausalInjection, device: torch.device, dtype: torch.dtype) -> HeadTimes:
-    """Time an output embedding of the model's size, with random weights."""
+def build_head(injection: CausalInjection, device: torch.device, dtype: torch.dtype) -> Head:
+    """Build an output embedding of the model's size, with random weights."""
     words, width = injection.model.get_output_embeddings().weight.shape
     embedding = nn.Linear(width, words, bias=False, device=device, dtype=dtype)
-    embedding.requires_grad_(False)
-    head = Head(embedding=embedding, ratio=1.0, dtype=dtype)
-    count = min(injection.length, 2 * head.piece)
-    hidden = torch.randn(count, width, device=device).to(dtype)
+    return Head(embedding=embedding.requires_grad_(False), ratio=1.0, dtype=dtype)
+
+
+def time_head(head: Head, length: int) -> HeadTimes:
+    """Time the losses of up to `length` tokens."""
+    weight = head.embedding.weight
+    words, width = weight.shape
+    count = min(length, 2 * head.piece)
+    hidden = torch.randn(count, width, device=weight.device).to(head.dtype)
     ids = torch.randint(words, (count,))
     return HeadTimes(
         loss=time_fastest(lambda: loss_of(head, hidden, ids, gradient=False)) / count,

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 from hf_hyperattn.inject.kept import fingerprint
 from hyperattn_cli import main
 from hyperattn_cli.shared import device_map
@@ -145,6 +146,26 @@ def test_shards_are_cast_one_by_one(folder, tmp_path):
     assert all(
         torch.equal(half[name], files[file][name]) for name, file in index["weight_map"].items()
     )
+
+
+def test_logits_of_an_offloaded_16_bit_head_are_float32(folder, tmp_path):
+    """The head lies on the disk, and is loaded for every piece of logits."""
+    (tmp_path / "map.json").write_text(json.dumps(MAP | {"lm_head": "disk"}))
+    args = request(folder)
+    args.dtype, args.device_map = "bfloat16", str(tmp_path / "map.json")
+    model = device_map.load_model(AutoModelForCausalLM, args)
+    assert model.lm_head.weight.device.type == "meta" and model.dtype == torch.bfloat16
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    ids = torch.arange(32)
+    losses = []
+    for each in (model, plain):
+        with torch.no_grad():
+            hidden = final_hidden(each, ids)
+        head = head_of(each, ids)
+        assert head(hidden).dtype == torch.float32
+        losses.append(loss_of(head, hidden, ids))
+    assert losses[0][0] == losses[1][0] and torch.equal(losses[0][1], losses[1][1])
+    assert model.lm_head.weight.device.type == "meta"
 
 
 @pytest.mark.parametrize("value", ["nowhere", "list.json", "text.json", "place.json", ""])
