@@ -216,5 +216,7 @@ def attention_times(model: nn.Module, ids: torch.Tensor) -> tuple[float, float]:
             stack.enter_context(hyper.register_forward_pre_hook(time_layer))
         stack.enter_context(evaluation_mode(base))
         stack.enter_context(torch.no_grad())
+        # Offloaded models have hooks that move inputs themselves.
+        ids = ids if base.device.type == "meta" else ids.to(base.device)
         base.base_model(ids if ids.dim() == 2 else ids[None])
     return sum(original_times), sum(patched_times)

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..analysis.cost import attention_times
-from .gradients import to_model
 
 #: Shortest and longest text that is timed, in tokens.
 SHORTEST, LONGEST = 128, 8192
@@ -87,7 +86,6 @@ def find_start(seconds: dict[int, tuple[float, float]]) -> int | None:
 
 def time_attention(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
     """Return the seconds of the original attention and of the patched one."""
-    ids = to_model(ids, model)
     # A first pass, not counted, pays for one-time setup such as compiled kernels.
     attention_times(model, ids)
     return attention_times(model, ids)
