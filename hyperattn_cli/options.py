@@ -599,6 +599,17 @@ def add_inject_measurement_options(add: Callable) -> None:
     )
     measurement("--compare", action="store_true", help="also verify other choices at the same cost")
     measurement(
+        "--plan",
+        action="store_true",
+        help="print the time and memory that this run will take, from a short measurement, and stop",
+    )
+    add_device_option(measurement)
+    measurement(
+        "--dtype",
+        choices=(*DTYPES, "auto"),
+        help="dtype of the loaded weights; auto: the checkpoint's (default: float32). Measurements are float32",
+    )
+    measurement(
         "--device-map",
         metavar="MAP",
         help='spread the model over devices: auto, or a JSON file {"module": device}',

@@ -85,6 +85,16 @@ class PeakMemory:
         self.peak = max(self.peak, self._process.memory_info().rss)
 
 
+def read_clock() -> float:
+    """Return the time in seconds, after all work of the current accelerator is done.
+
+    Accelerators run asynchronously, so the time without waiting says nothing.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
 @dataclass(frozen=True)
 class Generation:
     """Result of `measure_generation`.
@@ -129,7 +139,7 @@ def measure_generation(
     device = next(model.parameters()).device
     ids = torch.tensor([prompt], device=device)
     with evaluation_mode(model):
-        start = time.perf_counter()
+        start = read_clock()
         out = cast(Any, model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -139,10 +149,7 @@ def measure_generation(
             pad_token_id=find_pad_token(model),
             streamer=_Streamer(on_token) if on_token else None,
         )
-        # CUDA kernels run asynchronously; wait for them before reading the clock.
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
+        seconds = read_clock() - start
     return Generation(tuple(out[0, len(prompt) :].tolist()), seconds)
 
 
@@ -196,18 +203,20 @@ def attention_times(model: nn.Module, ids: torch.Tensor) -> tuple[float, float]:
     def time_layer(module, arguments):
         call, _, run_original = arguments
         # Both in the same layer, one after the other, so that other work on the machine slows both.
-        start = time.perf_counter()
+        start = read_clock()
         run_original()
-        middle = time.perf_counter()
+        middle = read_clock()
         # `forward` instead of a call of the module: a call would run this hook again.
         module.forward(call)
         original_times.append(middle - start)
-        patched_times.append(time.perf_counter() - middle)
+        patched_times.append(read_clock() - middle)
 
     with ExitStack() as stack:
         for _, hyper in patched_layers(base):
             stack.enter_context(hyper.register_forward_pre_hook(time_layer))
         stack.enter_context(evaluation_mode(base))
         stack.enter_context(torch.no_grad())
+        # Offloaded models have hooks that move inputs themselves.
+        ids = ids if base.device.type == "meta" else ids.to(base.device)
         base.base_model(ids if ids.dim() == 2 else ids[None])
     return sum(original_times), sum(patched_times)

@@ -219,6 +219,9 @@ class CausalInjection(Injection):
         corrections change the choice, and the allocation with the smallest worst loss wins. Losses
         are compared in units of their budgets.
 
+        The original's final hidden states of all second texts, [N, e] each, are kept for the
+        corrections.
+
         Returns:
             The allocation, or None if none keeps the budgets.
 
@@ -290,6 +293,7 @@ class CausalInjection(Injection):
         """
         if not allocation.sparse:
             return self.try_allocation(allocation, before)
+        self.enter_stage("corrections")
         after: dict[str, Score] = {}
         sums: dict[str, Tensor] = {}
         self.progress.describe(
@@ -305,6 +309,7 @@ class CausalInjection(Injection):
         self.tried.append((allocation, self.compute_losses(before, after)))
         self.corrections += 1
         self.costs = corrected(self.costs, self.rules, allocation, sums, power)
+        self.enter_stage("search")
 
     def measure_joint_loss(
         self, allocation: Allocation, item: Item, hidden: Tensor

@@ -1,13 +1,15 @@
 """Gradient of a causal model's loss with respect to the output of every attention layer.
 
-Layers are checkpointed, so at most one layer's activations are in memory. The loss is computed in
-pieces, so that the logits of a large vocabulary do not fill the memory.
+Layers are checkpointed: the input of every layer is kept, [N, e] in the model's dtype, but the
+activations of one layer only. Logits and losses are computed in float32, in pieces of tokens, also
+if the model is in bfloat16 or float16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..analysis.cost import patched_layers
 from ..analysis.perplexity import evaluation_mode
+from ..integration.parallel.offloaded import in_memory
 from ..integration.patching.patch import base_model
 from ..mechanisms.base import HostCall
 
@@ -28,15 +31,46 @@ from ..mechanisms.base import HostCall
 OnGradient = Callable[[str, HostCall, Tensor, Tensor], None]
 #: (start, stop) of token ranges, in order.
 Spans = Sequence[tuple[int, int]]
-#: Maps final hidden states to logits.
-Head = Callable[[Tensor], Tensor]
+#: Number of tokens whose logits are computed at a time, and the bytes that these logits may take.
+PIECE, PIECE_BYTES = 512, 2**26
+#: Attribute in which Transformers keeps a layer's checkpointing function.
+FUNCTION = "_gradient_checkpointing_func"
+
+
+@dataclass(frozen=True)
+class Head:
+    """Maps final hidden states [R, e] to float32 logits [R, V].
+
+    Args:
+        embedding: The model's output embedding.
+        ratio: Factor of the logits. Some families scale them.
+        dtype: dtype of the model's hidden states.
+    """
+
+    embedding: Any
+    ratio: float
+    dtype: torch.dtype
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        weight = self.embedding.weight
+        if weight.dtype not in (torch.bfloat16, torch.float16):
+            return self.embedding(hidden.to(self.dtype)).float() * self.ratio
+        # Rounded logits would hide small changes. The float32 copy of the weights lives as long as
+        # the logits of one piece.
+        with in_memory([self.embedding]):
+            weight, bias = self.embedding.weight, getattr(self.embedding, "bias", None)
+            bias = None if bias is None else bias.float()
+            return F.linear(hidden.to(weight.device).float(), weight.float(), bias) * self.ratio
+
+    @property
+    def piece(self) -> int:
+        """Return the number of tokens whose logits are computed at a time."""
+        return min(PIECE, max(1, PIECE_BYTES // (4 * self.embedding.weight.shape[0])))
+
+
 #: Called with the head and the final hidden states [N, e]. Returns the mean loss per counted token,
 #: and the gradient of the summed loss with respect to the hidden states.
 Loss = Callable[[Head, Tensor], tuple[float, Tensor | None]]
-#: Number of tokens whose logits are computed at a time.
-PIECE = 512
-#: Attribute in which Transformers keeps a layer's checkpointing function.
-FUNCTION = "_gradient_checkpointing_func"
 
 
 def attention_gradients(
@@ -89,16 +123,20 @@ def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
     embedding: Any = model.get_output_embeddings()
     some = ids[:8]
     with torch.no_grad():
-        logits = model(to_model(some, model)[None], use_cache=False).logits[0].float()
-        plain = embedding(final_hidden(model, some)).float()
+        logits = model(to_model(some, model)[None], use_cache=False).logits[0]
+        hidden = final_hidden(model, some)
+        plain = embedding(hidden).float()
+    # Both were rounded to the model's dtype.
+    rounding = max(1e-3, torch.finfo(logits.dtype).eps)
+    logits = logits.float()
     # Least squares: the ratio that minimises |logits - ratio · plain|².
-    ratio = (logits @ plain.mT).trace() / (plain**2).sum()
-    if not torch.allclose(logits, ratio * plain, atol=1e-3, rtol=1e-3):
+    ratio = ((logits @ plain.mT).trace() / (plain**2).sum()).item()
+    if not torch.allclose(logits, ratio * plain, atol=1e-3, rtol=rounding):
         raise ValueError(
             f"{type(model).__name__} does more to its logits than to scale its output embedding; "
             "allowed: causal language models without a softcap on their logits"
         )
-    return lambda hidden: embedding(hidden) * ratio.to(hidden.dtype)
+    return Head(embedding=embedding, ratio=ratio, dtype=hidden.dtype)
 
 
 def loss_of(
@@ -117,19 +155,12 @@ def loss_of(
         The mean loss per counted token, and the gradient of the sum with respect to `hidden`, or
         None without `gradient`.
     """
-    leaf = hidden.detach().requires_grad_(gradient)
-    counted = predicted_of(spans, len(ids))
-    total = 0.0
-    for piece in counted.split(PIECE):
-        logits = head(leaf[piece.to(leaf.device)]).float()
-        targets = ids.cpu()[piece + 1].to(logits.device)
-        loss = F.cross_entropy(logits, targets, reduction="sum")
-        if gradient:
-            # Per piece, so that the logits are freed before the next piece. Gradients add up in
-            # `leaf.grad`.
-            loss.backward()
-        total += loss.item()
-    return total / len(counted), leaf.grad
+    targets = ids.cpu()
+
+    def compute_loss(logits: Tensor, piece: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets[piece + 1].to(logits.device), reduction="sum")
+
+    return sum_pieces(head, hidden, predicted_of(spans, len(ids)), compute_loss, gradient)
 
 
 def compute_divergence(
@@ -149,18 +180,47 @@ def compute_divergence(
         The mean in nats per counted token, and the gradient of the sum with respect to `hidden`,
         or None without `gradient`.
     """
-    leaf = hidden.detach().requires_grad_(gradient)
-    counted = torch.arange(len(leaf)) if spans is None else predicted_of(spans, len(leaf))
-    total = 0.0
-    for piece in counted.to(leaf.device).split(PIECE):
+    counted = torch.arange(len(hidden)) if spans is None else predicted_of(spans, len(hidden))
+
+    def compute_loss(logits: Tensor, piece: Tensor) -> Tensor:
         with torch.no_grad():
-            target = head(teacher[piece]).float().log_softmax(-1)
-        student = head(leaf[piece]).float().log_softmax(-1)
-        loss = F.kl_div(student, target, reduction="sum", log_target=True)
-        if gradient:
-            loss.backward()
+            target = head(teacher[piece]).log_softmax(-1)
+        student = logits.log_softmax(-1)
+        return F.kl_div(student, target, reduction="sum", log_target=True)
+
+    return sum_pieces(head, hidden, counted, compute_loss, gradient)
+
+
+def sum_pieces(
+    head: Head,
+    hidden: Tensor,
+    counted: Tensor,
+    compute_loss: Callable[[Tensor, Tensor], Tensor],
+    gradient: bool,
+) -> tuple[float, Tensor | None]:
+    """Sum a loss over tokens, piece by piece, so that only one piece's logits are in memory.
+
+    Args:
+        head: Maps hidden states to logits.
+        hidden: Final hidden states [N, e].
+        counted: Positions of the counted tokens, [R].
+        compute_loss: Called with logits [piece, V] and their positions; returns their summed loss.
+        gradient: Whether to compute the gradient.
+
+    Returns:
+        The mean loss per counted token, and the gradient of the sum with respect to `hidden`, or
+        None.
+    """
+    hidden = hidden.detach()
+    gradients = torch.zeros_like(hidden) if gradient else None
+    total = 0.0
+    for piece in counted.split(head.piece):
+        part = hidden[piece].float().requires_grad_(gradient)
+        loss = compute_loss(head(part), piece)
+        if gradients is not None:
+            gradients[piece] = torch.autograd.grad(loss, part)[0].to(gradients.dtype)
         total += loss.item()
-    return total / len(counted), leaf.grad
+    return total / len(counted), gradients
 
 
 def predicted_of(spans: Spans | None, length: int) -> Tensor:
@@ -168,6 +228,12 @@ def predicted_of(spans: Spans | None, length: int) -> Tensor:
     spans = ((1, length),) if spans is None else spans
     # The token at position t is predicted at position t - 1; the first token is never predicted.
     return torch.cat([torch.arange(max(start, 1) - 1, stop - 1) for start, stop in spans])
+
+
+def in_float32(call: HostCall) -> HostCall:
+    """Return a call with float32 queries, keys and values, without their graph."""
+    tensors = {name: getattr(call, name).detach().float() for name in ("query", "key", "value")}
+    return replace(call, **tensors)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Read `Injection.run` for the steps. `CausalInjection` and `EncoderInjection` def
 from __future__ import annotations
 
 import statistics
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..analysis.cost import PeakMemory
+from ..analysis.cost import PeakMemory, read_clock
 from ..integration import patch_model, unpatch_model
 from .allocate import Allocation
 from .costs import Cost, CostName, resolve_cost
@@ -68,6 +67,8 @@ class Injection(ABC):
         costs: As `alone`, for `rules` only, corrected by the allocations tried so far.
         allocation: The allocation that the model is patched with in the end.
         times: Measured times of the rules, if `cost` is "time".
+        stages: Seconds of each finished stage of the run, see `enter_stage`.
+        stage: Name and start of the current stage.
         metric: Name of the quality measure in the report.
         tries: Number of allocations that `search_allocation` tries.
         unit: What gets a rule of its own: "head" or "layer".
@@ -87,6 +88,8 @@ class Injection(ABC):
     costs: dict[str, Tensor] = field(default_factory=dict, init=False)
     allocation: Allocation = field(init=False)
     times: Cost | None = field(default=None, init=False)
+    stages: dict[str, float] = field(default_factory=dict, init=False)
+    stage: tuple[str, float] | None = field(default=None, init=False)
     metric: ClassVar[str]
     tries: ClassVar[int]
     unit: ClassVar[str]
@@ -146,11 +149,14 @@ class Injection(ABC):
             ValueError: No rule keeps the budget, or the model is of another kind.
         """
         self.progress = progress
+        self.enter_stage("measuring")
         self.measure_rules()
+        self.enter_stage("search")
         progress.describe("the model as it is")
         allocation = self.search_allocation()
         if allocation is None or allocation.config() is None:
             raise self.explain_failure()
+        self.enter_stage("held-out text")
         progress.describe("verifying on held-out text")
         # The list is complete before any held-out text is read, so these cannot change the order.
         candidates = list(self.list_candidates(allocation))
@@ -171,6 +177,7 @@ class Injection(ABC):
             progress.describe(
                 f"{candidate.pairs:.1%} of the pairs exceed a budget on held-out text"
             )
+        self.enter_stage("timing")
         return {
             "metric": self.metric,
             "pairs": self.allocation.pairs,
@@ -181,6 +188,14 @@ class Injection(ABC):
             "memory": {"before": memory_before, "after": memory_after},
             "length": self.length,
         }
+
+    def enter_stage(self, name: str | None) -> None:
+        """Count the time from now on for this stage, in `stages`. None ends the count."""
+        now = read_clock()
+        if self.stage is not None:
+            last, since = self.stage
+            self.stages[last] = self.stages.get(last, 0.0) + now - since
+        self.stage = None if name is None else (name, now)
 
     def explain_failure(self) -> ValueError:
         """Return the error for a search that found no cheaper attention."""
@@ -251,11 +266,11 @@ class Injection(ABC):
                     unpatch_model(self.model)
                 else:
                     self.apply_allocation(self.allocation)
-                start = time.perf_counter()
+                start = read_clock()
                 self.compute_hidden(item)
                 # The first round also pays for one-time setup and does not count.
                 if i:
-                    seconds[key].append(time.perf_counter() - start)
+                    seconds[key].append(read_clock() - start)
         return {
             key: {"median": statistics.median(taken), "least": min(taken), "most": max(taken)}
             for key, taken in seconds.items()
@@ -346,6 +361,7 @@ class Injection(ABC):
             For each label, the share of pairs and the losses on the third texts. Causal models
             also read a copied text and a "mixture" of retrieval tasks.
         """
+        self.enter_stage("comparison")
         items = self.make_comparison_texts()
         # The new texts become part of the third ones, so that their tasks are found by name.
         self.texts = [*self.texts[:2], {**self.texts[2], **items}]

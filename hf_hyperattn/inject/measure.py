@@ -25,13 +25,15 @@ from torch import Tensor, nn
 from ..analysis.perplexity import one_text
 from ..config.fields import refuse
 from ..integration import patch_model, unpatch_model
-from ..mechanisms.base import HostCall
-from .gradients import Spans, attention_gradients, loss_of, predicted_of
+from ..mechanisms.base import HostCall, Plan
+from .gradients import Spans, attention_gradients, in_float32, loss_of, predicted_of
 from .kept import MeasurementFolder, fingerprint
 from .rules import CHUNK, CandidateRule
 
 #: Share of the sampled chunks that contain answers, if only answers count.
 ANSWER_SHARE = 0.75
+#: Number of attention logits that rules are compared on at a time. In float32 they take 256 MiB.
+PAIRS = 2**26
 
 
 @dataclass
@@ -253,7 +255,11 @@ def layer_costs(
     sample: Sample,
     keep_slopes: bool,
 ) -> dict[str, Tensor]:
-    """Measure one layer and return the tensors by field name of `Sensitivity`."""
+    """Measure one layer in float32 and return the tensors by field name of `Sensitivity`."""
+    if out.dtype != torch.float32:
+        # The rounding of a 16-bit output would count as a change by every rule.
+        call = in_float32(call)
+        out, _ = Plan.from_call(call).run()
     slopes, kl = compare_rules(call, out, gradient, rules, sample.starts)
     # The layers of one model may be on different devices, so results are collected on the CPU.
     slopes = slopes.cpu()
@@ -294,9 +300,27 @@ def compare_rules(
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return the slopes [R, H, C] and the KL divergences [H, C] of one layer."""
+    heads, keys = call.query.shape[1], call.key.shape[2]
+    count = max(1, PAIRS // (CHUNK * heads * keys))
+    parts = [
+        compare_chunks(call, out, gradient, rules, starts[i : i + count])
+        for i in range(0, len(starts), count)
+    ]
+    slopes, divergences = (torch.cat(tensors) for tensors in zip(*parts))
+    return slopes, divergences.mean(0)
+
+
+def compare_chunks(
+    call: HostCall,
+    out: Tensor,
+    gradient: Tensor,
+    rules: Sequence[CandidateRule],
+    starts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Return the slopes and the KL divergences of some chunks of queries, [R, H, C] each."""
     places = torch.cat([torch.arange(start, start + CHUNK) for start in starts])
-    plain = out[0].float()[:, places]
-    G = gradient[0].float()[:, places]
+    plain = out[0][:, places].float()
+    G = gradient[0][:, places].float()
 
     def project_change(outputs: Tensor) -> Tensor:
         return (G * (outputs - plain)).sum(-1)
@@ -307,5 +331,5 @@ def compare_rules(
         members = list(same_class)
         for slope, divergence in members[0].compare(call, members, starts, project_change):
             slopes.append(slope.T)
-            divergences.append(divergence.mean(1))
+            divergences.append(divergence.T)
     return torch.stack(slopes, -1), torch.stack(divergences, -1)

@@ -421,12 +421,15 @@ def score_hidden(hidden: Tensor, head: Head, example: Example) -> Score:
     """Score one example from the final hidden states [N, e] of a model."""
     nats, exact, right = 0.0, 0, 0
     for start, stop in example.spans:
-        # The token at position t is predicted at position t - 1.
-        logits = head(hidden[start - 1 : stop - 1]).float()
-        answer = example.ids[start:stop].to(logits.device)
-        nats -= logits.log_softmax(-1).gather(1, answer[:, None]).double().sum().item()
-        hits = int((logits.argmax(-1) == answer).sum())
-        exact += hits == len(answer)
+        hits = 0
+        # A copied text is one answer of half the length, so its logits are computed in pieces.
+        for piece in torch.arange(start, stop).split(head.piece):
+            # The token at position t is predicted at position t - 1.
+            logits = head(hidden[piece - 1])
+            answer = example.ids[piece].to(logits.device)
+            nats -= logits.log_softmax(-1).gather(1, answer[:, None]).double().sum().item()
+            hits += int((logits.argmax(-1) == answer).sum())
+        exact += hits == stop - start
         right += hits
     return Score(
         nats=nats / example.tokens, exact=exact / len(example.spans), right=right / example.tokens

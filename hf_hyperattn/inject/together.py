@@ -19,10 +19,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..analysis.cost import patched_layers
 from ..config.fields import refuse
+from ..integration.patching.patch import base_model
 from ..mechanisms.base import HostCall, Plan
 from .allocate import Allocation
-from .gradients import Head, Spans, attention_gradients, compute_divergence, predicted_of
+from .gradients import (
+    Head,
+    Spans,
+    attention_gradients,
+    compute_divergence,
+    in_float32,
+    predicted_of,
+)
 from .rules import CandidateRule
 
 #: For each layer name, one number per head.
@@ -49,10 +58,15 @@ def loss_parts(
     """
     parts: ByHead = {}
     students: list[Tensor] = []
+    layers = dict(patched_layers(base_model(model)))
     counted = len(ids) if spans is None else len(predicted_of(spans, len(ids)))
 
     def on_gradient(name: str, call: HostCall, out: Tensor, gradient: Tensor) -> None:
         with torch.no_grad():
+            if out.dtype != torch.float32:
+                # The difference of two outputs that were rounded to 16 bits is mostly rounding.
+                call = in_float32(call)
+                out, _ = layers[name].forward(call)
             ordinary, _ = Plan.from_call(call).run()
             change = gradient.float() * (out.float() - ordinary.float())
             # Sum in float64: the terms have both signs and partly cancel.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..analysis.cost import read_clock
 from ..analysis.perplexity import evaluation_mode
 from .gradients import final_hidden, head_of, loss_of
 from .retrieval import Example, Score, by_task, refuse_names, score_hidden
@@ -68,11 +68,11 @@ def verify(
     with evaluation_mode(model):
         head = head_of(model, next(iter(texts.values())))
         for name, ids in texts.items():
-            start = time.perf_counter()
+            start = read_clock()
             hidden = final_hidden(model, ids)
             # Stop before the output layer: injection does not change it, and its time would hide
             # differences between attentions.
-            seconds += time.perf_counter() - start
+            seconds += read_clock() - start
             losses[name] = loss_of(head, hidden, ids, gradient=False)[0]
         scores = [
             score_hidden(final_hidden(model, example.ids), head, example) for example in examples

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from hyperattn_cli import MECHANISMS, suggest_nearest
 from ..shared import device_map
 from ..shared.console import print_table, run_with_report, show_progress
 from ..shared.inputs import check_place, count_threads, positions_of, silence_transformers
+from ..shared.models import device_of
 from ..shared.smollm2 import cache_directory
 from .inject_collaborative import inject_collaborative
+from .inject_plan import find_dtype, print_plan
 from .inject_task import (
     PASSAGES,
     Task,
@@ -53,6 +56,7 @@ NOT_OF_ENCODERS = {
     "retrieval_budget": "which has no retrieval tasks",
     "resume": "whose measurements are not stored",
     "cost": "whose rules go by layer, and which keeps no cache",
+    "plan": "whose run takes minutes",
 }
 #: Options that some mechanisms do not use: (option, mechanisms).
 UNUSED_OPTIONS = (
@@ -61,6 +65,8 @@ UNUSED_OPTIONS = (
     ("resume", ("collaborative",)),
     ("compare", ("collaborative",)),
     ("cost", ("collaborative",)),
+    ("plan", ("collaborative",)),
+    ("dtype", ("collaborative",)),
     ("allow_slower", ("collaborative", "hsa")),
 )
 RESUMED = "Add --resume to reuse the measurements."
@@ -106,8 +112,17 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             "--allow-slower says nothing with --cost bytes, which writes a slower model too; leave it out"
         )
-    # Only to report a wrong map now; the model is loaded much later.
+    # Only to report a wrong map or device now; the model is loaded much later.
     device_map.read_device_map(args.device_map)
+    device_of(args.device)
+    if args.device_map is not None and args.device != "auto":
+        raise ValueError(
+            f"--device {args.device} says nothing with --device-map, which places every module; leave it out"
+        )
+    if args.device_map is not None and args.plan:
+        raise ValueError(
+            "--plan cannot plan a model of several devices; leave out --device-map, and read the memory of one device"
+        )
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model)
         check_place("--output", args.output)
@@ -138,6 +153,8 @@ def inject_rules(args: argparse.Namespace) -> int:
     args.seed = args.seed or 0
     cost = COST_NAMES[args.cost or "pairs"]
     print("\n".join(describe_run(args, task)), flush=True)
+    if args.plan:
+        return print_plan(args, task, partial(make_injection, args, task))
     with errors_as(f"{args.model}: cannot load it"):
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
         model = device_map.load_model(kind, args)
@@ -145,11 +162,14 @@ def inject_rules(args: argparse.Namespace) -> int:
     with show_progress(injection.count_steps()) as bar:
         report = injection.run(bar)
         rivals = injection.compare_rivals(bar) if args.compare else {}
+        injection.enter_stage("timing")
         bar.describe("timing")
         # Find the length from which the rules are faster than the original attention.
         pays = pays_from(
             model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config)
         )
+    injection.enter_stage(None)
+    report["stages"] = injection.stages
     report["attention_seconds"] = dict(zip(("before", "after"), pays.seconds[task.length]))
     show_summary(args, report, task.is_encoder)
     # Print everything that was measured before a refusal, so that the user sees its reason.
@@ -165,7 +185,7 @@ def inject_rules(args: argparse.Namespace) -> int:
         print(f"\n{reason}")
         return 1
     # The report in the checkpoint names the options, so that the run can be repeated.
-    names = ("mechanism", "budget", "retrieval_budget", "pairs", "cost", "rows", "seed")
+    names = ("mechanism", "budget", "retrieval_budget", "pairs", "cost", "rows", "seed", "dtype")
     request = {name: getattr(args, name) for name in names}
     report = {"asked": request | {"texts": list(task.texts[0])}, **report}
     write_model(
@@ -176,7 +196,12 @@ def inject_rules(args: argparse.Namespace) -> int:
 
 def describe_run(args: argparse.Namespace, task: Task) -> list[str]:
     """Return the lines that name the model, the goal and the texts of a run."""
-    settings = [f"mechanism {args.mechanism}", count_threads()]
+    place = args.device_map or f"{device_of(args.device)}"
+    settings = [
+        f"mechanism {args.mechanism}",
+        f"{find_dtype(args, task)} on {place}",
+        count_threads(),
+    ]
     if not task.is_encoder:
         settings.insert(1, f"seed {args.seed}")
     cost = COST_NAMES[args.cost or "pairs"]

@@ -1,4 +1,4 @@
-"""`--device-map`: load and save models that are spread over several devices.
+"""`--device-map`, `--device` and `--dtype`: load and save models on one device or on several.
 
 Weights may be on GPUs, in CPU memory or on disk, so they are saved without being in one place.
 """
@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from .models import device_of
 
 #: Names of maps that Accelerate computes from the free memory of the devices.
 NAMES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -53,11 +55,11 @@ def read_device_map(value: str | None) -> str | dict[str, int | str] | None:
 
 
 def load_model(cls: Any, args: argparse.Namespace) -> Any:
-    """Load the model of `args.model` in float32, spread as `args.device_map` says.
+    """Load the model of `args.model` as `device_map`, `device` and `dtype` of the command line say.
 
     Args:
         cls: Class with `from_pretrained`.
-        args: The command line.
+        args: The command line. A `dtype` of None means float32, "auto" that of the checkpoint.
     """
     places = read_device_map(args.device_map)
     options: dict[str, Any] = {}
@@ -67,11 +69,17 @@ def load_model(cls: Any, args: argparse.Namespace) -> Any:
         # Offloaded weights are read from this folder until the process ends.
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         options = {"device_map": places, "offload_folder": folder}
-    return cls.from_pretrained(args.model, dtype=torch.float32, **options).eval()
+    model = cls.from_pretrained(args.model, dtype=args.dtype or "float32", **options).eval()
+    return model if places is not None else model.to(device_of(args.device))
 
 
 def save_model(model: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Save a model in `dtype`; a spread model is cast file by file."""
+    """Save a model in `dtype`; a spread model is cast file by file.
+
+    A model in 16 bits is saved in its own dtype: another one would not bring rounded digits back.
+    """
+    if model.dtype != torch.float32:
+        dtype = model.dtype
     if getattr(model, "hf_device_map", None) is None:
         model.to(dtype).save_pretrained(folder)
         return
@@ -79,7 +87,7 @@ def save_model(model: Any, dtype: torch.dtype, folder: Path) -> None:
         # The warning assumes shards of 50 GB, which `SHARD` avoids.
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, max_shard_size=SHARD)
-    if dtype != torch.float32:
+    if dtype != model.dtype:
         cast_files(folder, dtype)
 
 

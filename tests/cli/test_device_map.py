@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 from hf_hyperattn.inject.kept import fingerprint
 from hyperattn_cli import main
 from hyperattn_cli.shared import device_map
@@ -36,6 +37,13 @@ def folder(tmp_path_factory):
     (folder / "one.txt").write_text(prose(1))
     (folder / "map.json").write_text(json.dumps(MAP))
     return folder
+
+
+def request(folder) -> argparse.Namespace:
+    """The options of a model that is spread over memory and the disk."""
+    return argparse.Namespace(
+        model=str(folder / "model"), device_map=str(folder / "map.json"), dtype=None
+    )
 
 
 def inject(folder, output, *more) -> dict:
@@ -69,7 +77,7 @@ def inject(folder, output, *more) -> dict:
 
 
 def test_models_on_the_disk_have_fingerprints_of_their_weights(folder, tmp_path):
-    args = argparse.Namespace(model=str(folder / "model"), device_map=str(folder / "map.json"))
+    args = request(folder)
     print_of = lambda: fingerprint(
         device_map.load_model(AutoModelForCausalLM, args), torch.arange(4), ()
     )
@@ -108,7 +116,7 @@ def test_the_same_checkpoint_is_written(folder, tmp_path, capsys, where):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_model_on_the_disk_is_written_whole(folder, tmp_path, dtype):
-    args = argparse.Namespace(model=str(folder / "model"), device_map=str(folder / "map.json"))
+    args = request(folder)
     model = device_map.load_model(AutoModelForCausalLM, args)
     assert {p.device.type for p in model.model.layers[0].parameters()} == {"meta"}
     with warnings.catch_warnings():
@@ -138,6 +146,26 @@ def test_shards_are_cast_one_by_one(folder, tmp_path):
     assert all(
         torch.equal(half[name], files[file][name]) for name, file in index["weight_map"].items()
     )
+
+
+def test_logits_of_an_offloaded_16_bit_head_are_float32(folder, tmp_path):
+    """The head lies on the disk, and is loaded for every piece of logits."""
+    (tmp_path / "map.json").write_text(json.dumps(MAP | {"lm_head": "disk"}))
+    args = request(folder)
+    args.dtype, args.device_map = "bfloat16", str(tmp_path / "map.json")
+    model = device_map.load_model(AutoModelForCausalLM, args)
+    assert model.lm_head.weight.device.type == "meta" and model.dtype == torch.bfloat16
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    ids = torch.arange(32)
+    losses = []
+    for each in (model, plain):
+        with torch.no_grad():
+            hidden = final_hidden(each, ids)
+        head = head_of(each, ids)
+        assert head(hidden).dtype == torch.float32
+        losses.append(loss_of(head, hidden, ids))
+    assert losses[0][0] == losses[1][0] and torch.equal(losses[0][1], losses[1][1])
+    assert model.lm_head.weight.device.type == "meta"
 
 
 @pytest.mark.parametrize("value", ["nowhere", "list.json", "text.json", "place.json", ""])

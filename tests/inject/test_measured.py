@@ -107,6 +107,17 @@ def test_long_texts_select_by_chunks_as_short_ones_do(model, ids, monkeypatch):
         assert torch.allclose(costs, by_chunk.costs[name], rtol=1e-4, atol=1e-12)
 
 
+@pytest.mark.parametrize("rules", [RULES, [hsa.HsaHeadRule((4, 16), 8, 2, 1, -1.0)]])
+def test_groups_of_queries_are_compared_as_all_at_once(model, ids, monkeypatch, rules):
+    at_once = measure(model, ids, rules, rows=64, keep_slopes=True)
+    # The name in the package is the function.
+    monkeypatch.setattr(sys.modules["hf_hyperattn.inject.measure"], "PAIRS", 16 * 4 * LENGTH)
+    grouped = measure(model, ids, rules, rows=64, keep_slopes=True)
+    for kind in ("costs", "kl", "slopes"):
+        for name, values in getattr(at_once, kind).items():
+            torch.testing.assert_close(getattr(grouped, kind)[name], values, rtol=1e-5, atol=1e-7)
+
+
 def test_masks_of_later_tokens_are_looked_through_and_sinks_counted(ids):
     """gpt-oss makes a mask for every call: that of its layer with a sliding window hides more, and leaves it out."""
     kinds = ["full_attention", "sliding_attention"]
