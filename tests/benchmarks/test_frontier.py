@@ -16,7 +16,7 @@ from peft import get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.inject import Allocation, loss_parts, retrieval
-from hf_hyperattn.inject.gradients import final_hidden
+from hf_hyperattn.inject.gradients import final_hidden, head_of
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.integration import lora_config
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
@@ -378,7 +378,7 @@ def test_a_cell_is_what_its_texts_and_answers_lose_under_its_rules(kind, tmp_pat
     work.examples = dict.fromkeys(cell.tasks, []) | {
         "copying": [retrieval.Example("copying", texts[3], ((40, 50), (60, 63)))]
     }
-    work.model, work.choices, work.head = model, Together(model), model.lm_head
+    work.model, work.choices, work.head = model, Together(model), head_of(model, texts[0])
     assert work.run(cell, until=math.inf)
     entry = read_results()["cells"][cell.key]
     assert (
