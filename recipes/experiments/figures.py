@@ -48,9 +48,9 @@ PRODUCTS = ("#333333", "#64b5cd", "#da8bc3", "#8c8c00")
 WAYS = {"columns": "#4c72b0", "two plain columns": "#dd8452", "mask": "#55a868"}
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write an SVG without the date of its making."""
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+def save(figure: Figure, path: Path, transparent: bool = False) -> None:
+    """Write an SVG without the date of its making, and without a background if it is transparent."""
+    figure.savefig(path, metadata={"Date": None, "Creator": None}, transparent=transparent)
 
 
 def pair(width: float = 9.0, height: float = 3.6):
