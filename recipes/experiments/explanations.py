@@ -296,7 +296,7 @@ def draw_cones(theme: Theme) -> Figure:
         (POINT_K[0] + 1.15, 0.3, "cone of\nthe key"),
     ):
         write(axes, x, h, text, theme.ink)
-    axes.set(xlim=(left, 5.9), ylim=(0, 2.8), aspect="equal", xticks=range(-2, 6), yticks=(0, 1, 2))
+    axes.set(xlim=(left, 5.9), ylim=(0, 2.8), aspect="equal", xticks=range(-1, 6), yticks=(0, 1, 2))
     axes.set_xlabel("horizontal part X", fontsize=FONT, color=theme.ink)
     axes.set_ylabel("height h", fontsize=FONT, color=theme.ink)
     axes.tick_params(colors=theme.muted, labelsize=FONT)
