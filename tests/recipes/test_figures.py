@@ -162,6 +162,11 @@ def test_a_name_has_one_look_and_a_look_one_name(figure):
     assert len({tuple(look) for look in looks.values()}) == len(looks)
 
 
+def test_a_plot_has_at_most_eight_series(figure):
+    for axes in figure.axes:
+        assert len(set(axes.get_legend_handles_labels()[1])) <= 8, axes.get_title()
+
+
 def test_every_colour_is_in_a_legend(figure):
     entries = set()
     for legend in [*figure.legends, *(axes.get_legend() for axes in figure.axes)]:
