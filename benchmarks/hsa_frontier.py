@@ -235,14 +235,14 @@ def figure_of(results: list[dict], timed: list[int]):
         for x in ("pairs", "seconds")
         if x == "pairs" or r["length"] in timed
     ]
-    figure = Figure(figsize=(4.2 * len(panels), 4.4), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(panels), 4.4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for (result, x), axis in zip(panels, axes):
         curves(axis, result, x)
     drawn = {
         name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels())
     }
-    figure.legend(drawn.values(), drawn, fontsize=7, ncols=3, loc="outside lower center")
+    figure.legend(drawn.values(), drawn, fontsize=10, ncols=3, loc="outside lower center")
     return figure
 
 
@@ -250,7 +250,7 @@ def curves(axis, result: dict, x: str) -> None:
     """The points of one length against pairs or time: lines for those chosen by head, crosses for one for all."""
     own = result["points"]["own"]["texts"]
     for i, name in enumerate(own):
-        for kind, style in (("chosen", "o-"), ("wide", "s"), ("one", "x")):
+        for kind, style in (("chosen", "o-"), ("one", "x")):
             rows = []
             for point, p in result["points"].items():
                 if point.startswith(kind) and name in p["texts"]:
@@ -261,7 +261,7 @@ def curves(axis, result: dict, x: str) -> None:
                 label = f"{name}, {'one setting for all heads' if kind == 'one' else kind}"
                 axis.plot(*zip(*sorted(rows), strict=True), style, color=f"C{i}", label=label)
     axis.axhline(2, color="grey", linewidth=0.8)
-    what = "share of pairs" if x == "pairs" else "processor time, stock = 1"
+    what = "share of pairs" if x == "pairs" else "processor time, original model = 1"
     axis.set(xlabel=what, ylabel="perplexity, % more", title=f"{result['length']:,} tokens")
     axis.set_yscale("symlog", linthresh=2)
     axis.set_yticks([0, 1, 2, 5, 10, 20, 50, 100], ["0", "1", "2", "5", "10", "20", "50", "100"])

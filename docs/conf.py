@@ -75,16 +75,37 @@ def find_cut_sentences(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def setup(app):
-    """Escape bars outside of code, which reStructuredText takes for substitutions, and warn of cut sentences."""
+#: A figure with a file for dark pages, in the form that GitHub shows by the reader's theme.
+PICTURE = re.compile(
+    r'<picture>\n  <source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\n'
+    r'  <img src="(?P<light>[^"]+)" alt="(?P<alt>[^"]+)">\n</picture>'
+)
 
-    def warn(app, page, source):
+
+def replace_pictures(text: str) -> str:
+    """Return the page with two images for each `<picture>`, of which the site's theme shows one."""
+    image = "```{{image}} {file}\n:alt: {alt}\n:class: only-{theme}\n```"
+
+    def write_images(found: re.Match) -> str:
+        return "\n\n".join(
+            image.format(file=found[theme], alt=found["alt"], theme=theme)
+            for theme in ("light", "dark")
+        )
+
+    return PICTURE.sub(write_images, text)
+
+
+def setup(app):
+    """Escape bars outside of code, which reStructuredText takes for substitutions, and prepare the pages."""
+
+    def prepare(app, page, source):
         for number, line in find_cut_sentences(source[0]):
             logger.warning(
                 "Markdown cuts a sentence here, at %r: move the first word to the line before",
                 line[:40],
                 location=(page, number),
             )
+        source[0] = replace_pictures(source[0])
 
     def escape(app, what, name, obj, options, lines):
         for i, line in enumerate(lines):
@@ -92,5 +113,5 @@ def setup(app):
             parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
             lines[i] = "`".join(parts)
 
-    app.connect("source-read", warn)
+    app.connect("source-read", prepare)
     app.connect("autodoc-process-docstring", escape)

@@ -6,11 +6,12 @@ import statistics
 
 from hf_hyperattn.inject import retrieval
 
-from .cells import BUDGETS, FIVE_MIXTURES, ROOT, SAME_TEXTS, STOCK, Cell, rise_of, rows_of, time_of
-from .rules import METHODS
+from .cells import BUDGETS, ROOT, STOCK, Cell, rise_of, rows_of, time_of
 
 #: What stands above the table of mixtures.
 MIXED = "Answers in eight mixtures: 80 needles, 72 words of few-shot, 40 variables, 32 values of 8 needles."
+#: What stands below the plot.
+PLOTTED = "The plot shows eight rows. The tables below have all rows."
 #: The columns, lengths and budgets, and the rows of the table that stands first.
 IN_SHORT = ((8192, 0.2), (8192, 0.1), (2048, 0.4), (2048, 0.2))
 ROWS_IN_SHORT = (
@@ -28,17 +29,17 @@ ROWS_IN_SHORT = (
     ("Quest", "uniform"),
     ("HSA", "uniform"),
 )
-#: How a kind of choice is drawn.
-STYLES = {
-    "by head": "o-",
-    "together": "*-",
-    SAME_TEXTS: "*--",
-    FIVE_MIXTURES: "*-.",
-    "by time": "s:",
-    "by time, together": "*:",
-    "by bytes": "d:",
-    "uniform": "x--",
-}
+#: The rows of the plot, at most eight so that each has a colour of its own. All others are in the tables.
+DRAWN = (
+    ("exact top-k", "by head"),
+    ("rules with a kernel", "together"),
+    ("rules with a kernel", "by head"),
+    ("Quest, shared by 16", "by head"),
+    ("HSA", "by head"),
+    ("trees", "by head"),
+    ("mean pages", "by head"),
+    ("sinks and window", "by head"),
+)
 
 
 def short_table(result: dict) -> str:
@@ -137,41 +138,35 @@ def worst_task(entry: dict, stock: dict) -> str:
 
 
 def figure_of(result: dict):
-    """The plot: a panel for every length that has rows, a colour a method, dashes for one rule for all heads."""
+    """The plot: a panel for every length that has rows, and a colour for every row of `DRAWN`."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "frontier"
     lengths = [n for n in BUDGETS if rows_of(result, n)]
-    figure = Figure(figsize=(6 * len(lengths), 6.5), layout="constrained")
-    colours = dict(
-        zip(
-            METHODS,
-            [*matplotlib.color_sequences["tab10"], "navy", "gold", "black", "magenta", "lime"],
-            strict=True,
-        )
-    )
-    for length, axes in zip(
-        lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True
-    ):
-        for method, colour in colours.items():
-            for kind, style in STYLES.items():
-                rows = [
-                    row
-                    for row in rows_of(result, length)
-                    if (row[0].method, row[0].kind) == (method, kind)
-                ]
-                points = sorted((e["pairs"], 100 * statistics.mean(r.values())) for _, e, r in rows)
-                if points:
-                    label = method if kind == "by head" else f"{method}, {kind}"
-                    axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
+    figure = Figure(figsize=(4.5 * len(lengths), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    drawn = {}
+    for length, axes in zip(lengths, panels, strict=True):
+        for (method, kind), colour in zip(DRAWN, matplotlib.color_sequences["Dark2"], strict=True):
+            points = sorted(
+                (run["pairs"], 100 * statistics.mean(rise.values()))
+                for cell, run, rise in rows_of(result, length)
+                if (cell.method, cell.kind) == (method, kind)
+            )
+            if points:
+                style = "*--" if kind == "together" else "o-"
+                label = f"{method}, {kind}"
+                (drawn[label],) = axes.plot(
+                    *zip(*points, strict=True), style, color=colour, label=label
+                )
         axes.set_yscale("symlog", linthresh=2)
         low, high = axes.get_ylim()
         ticks = [tick for tick in (-1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low < tick < high]
         axes.set(yticks=ticks, yticklabels=map(str, ticks), ylim=(low, high))
         axes.set(xlabel="share of pairs", ylabel="perplexity, % more", title=f"{length:,} tokens")
-        # below, where it hides no curve
-        axes.legend(fontsize=6, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11))
+    # Below, where it hides no curve.
+    figure.legend(drawn.values(), drawn, fontsize=9, ncols=3, loc="outside lower center")
     return figure
 
 
@@ -180,7 +175,7 @@ def draw(result: dict) -> None:
     page = ROOT / "docs" / "results" / "frontier.md"
     text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
     parts = {
-        "short": f"{short_table(result)}\n\n![Share of pairs against perplexity](../plots/frontier.svg)"
+        "short": f"{short_table(result)}\n\n![Share of pairs against perplexity](../plots/frontier.svg)\n\n{PLOTTED}"
     }
     for length in lengths:
         mixed = mixed_table(result, length)

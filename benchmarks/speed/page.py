@@ -351,16 +351,16 @@ def plot(rows: dict, path: Path) -> None:
 
 
 def figure_of(rows: dict):
-    """Ratio over length by operation, a colour each, and what users have today, by marks alone in the same colour."""
+    """Ratio over length, a colour for each operation that was measured at several lengths; the tables have the rest."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "performance"
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axis, kind in zip(panels, KIND_TITLES):
         for colour, (name, operation) in zip(
-            matplotlib.colormaps["tab20"].colors, OPERATIONS.items(), strict=False
+            matplotlib.colormaps["tab10"].colors, OPERATIONS.items(), strict=False
         ):
             line(
                 axis,
@@ -369,9 +369,6 @@ def figure_of(rows: dict):
                 "o-",
                 colour,
             )
-            for mark, peer in zip("x+*1", operation.peers):
-                found = [(n, rows.get(f"{name} | {peer} | {shape(kind, n).key}")) for n in LENGTHS]
-                line(axis, f"{operation.title}: {peer}", found, f"{mark}:", colour)
         axis.axhline(1, color="grey", linewidth=0.8)
         axis.set(
             xscale="log",
@@ -383,18 +380,20 @@ def figure_of(rows: dict):
         measured = [n for n in LENGTHS if any(n in drawn.get_xdata() for drawn in axis.get_lines())]
         axis.set_xticks(measured, [str(n) for n in measured], rotation=45)
         axis.minorticks_off()
-        axis.set_yticks(
-            [0.5, 0.8, 1, 1.5, 2, 3, 5, 10], ["0.5", "0.8", "1", "1.5", "2", "3", "5", "10"]
-        )
+        low, high = axis.get_ylim()
+        ticks = [
+            tick for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2) if low < tick < high
+        ]
+        axis.set(yticks=ticks, yticklabels=map(str, ticks))
     drawn = {
         name: handle for axis in panels for handle, name in zip(*axis.get_legend_handles_labels())
     }
-    figure.legend(drawn.values(), drawn, fontsize=7, ncols=4, loc="outside lower center")
+    figure.legend(drawn.values(), drawn, fontsize=9, ncols=4, loc="outside lower center")
     return figure
 
 
 def line(axis, label: str, found: list, style: str, colour) -> None:
-    """Draw the measured ones of (length, row) pairs as one line of a plot."""
+    """Draw the measured ones of (length, row) pairs as one line of a plot, if there are several."""
     points = [(n, r["median"]) for n, r in found if r and r["status"] == "ok"]
-    if points:
+    if len(points) > 1:
         axis.plot(*zip(*points), style, label=label, color=colour, markersize=5)

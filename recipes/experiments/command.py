@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         f"stopped. Paused between two steps while\n             {PAUSE.relative_to(PAUSE.parents[1])} exists, or by "
         "`kill -USR1 PID` until `kill -USR2 PID`\n"
         "  draw       tables and plots of all pages in docs/ that have experiments, from the results;\n"
-        "             and the maps of docs/selection.md",
+        "             and the maps of docs/selection.md and the figures of docs/figures",
     )
     parser.add_argument("what", choices=[*ALL, CLASSIFIER, "all", "queue", "draw"])
     parser.add_argument(
@@ -152,6 +152,7 @@ def act(args: argparse.Namespace) -> int:
         for page in PAGES:
             importlib.import_module(f"experiments.{page}_tables").draw()
         importlib.import_module("experiments.selection_maps").draw()
+        importlib.import_module("experiments.explanations").draw()
         return 0
     if args.what == "queue":
         from .queue import main as queue

@@ -48,9 +48,9 @@ PRODUCTS = ("#333333", "#64b5cd", "#da8bc3", "#8c8c00")
 WAYS = {"columns": "#4c72b0", "two plain columns": "#dd8452", "mask": "#55a868"}
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write an SVG without the date of its making."""
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+def save(figure: Figure, path: Path, transparent: bool = False) -> None:
+    """Write an SVG without the date of its making, and without a background if it is transparent."""
+    figure.savefig(path, metadata={"Date": None, "Creator": None}, transparent=transparent)
 
 
 def pair(width: float = 9.0, height: float = 3.6):
@@ -140,12 +140,12 @@ def alibi(results: dict) -> Figure:
 
 
 def flash(results: dict) -> Figure:
-    """Bias error over length by way and dtype; time over SDPA's."""
+    """Bias error over length by way and dtype; time over SDPA's. The tables have float16, too."""
     figure, left, right = pair(height=4.6)
     runs, settings = results["runs"], results["settings"]
-    lengths, marks = settings["lengths"], {"float32": "o", "bfloat16": "s", "float16": "^"}
+    lengths, marks = settings["lengths"], {"float32": "o", "bfloat16": "s"}
     for way in flash_experiment.BIAS_WAYS:
-        for dtype in settings["dtypes"][: 1 if way == "in the kernel" else None]:
+        for dtype in [*marks][: 1 if way == "in the kernel" else None]:
             colour, errors = (
                 WAYS.get(way, "#8172b3"),
                 [runs[f"bias, L = {n}"][dtype][way] for n in lengths],
@@ -165,7 +165,7 @@ def flash(results: dict) -> Figure:
         n for n in runs[flash_experiment.key_of("cpu", settings["dtypes"][0], lengths[0])]["ways"]
     ]
     for way in [n for n in names if n != "SDPA, no bias"]:
-        for dtype in settings["dtypes"]:
+        for dtype in marks:
             found = [runs[flash_experiment.key_of("cpu", dtype, n)]["ways"] for n in lengths]
             colour, ratios = WAYS.get(way, "#8172b3"), [ways[way]["ratio"] for ways in found]
             right.plot(
@@ -184,11 +184,11 @@ def flash(results: dict) -> Figure:
     title = f"in both plots: a colour for each way, a mark for each dtype; in the kernel, right: {inside}"
     figure.legend(
         *left.get_legend_handles_labels(),
-        fontsize=7,
-        ncols=4,
+        fontsize=9,
+        ncols=3,
         loc="outside lower center",
         title=title,
-        title_fontsize=7,
+        title_fontsize=9,
     )
     for axes in (left, right):
         axes.set(xticks=lengths, xticklabels=lengths, xlabel="L")

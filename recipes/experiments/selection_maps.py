@@ -43,7 +43,7 @@ LOOKS = {
         "hatch": "////",
         "linewidth": 0.7,
     },
-    "earlier token, left out": {"facecolor": "#ebebeb", "linewidth": 0},
+    "earlier token, left out": {"facecolor": "#d9d9d9", "linewidth": 0},
 }
 NEAR, SINKS, CHOSEN, BLOCK, LEFT_OUT = LOOKS
 

@@ -79,6 +79,15 @@ def test_lines_that_markdown_cuts_are_found():
     assert [number for number, _ in load_conf().find_cut_sentences(CUT)] == cut
 
 
+def test_the_site_has_a_light_and_a_dark_image_for_every_picture():
+    conf = load_conf()
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("**/*.md")]
+    count = sum(page.count("<picture>") for page in pages)
+    replaced = "".join(conf.replace_pictures(page) for page in pages)
+    assert count >= 5 and "<picture>" not in replaced
+    assert replaced.count(":class: only-light") == replaced.count(":class: only-dark") == count
+
+
 def test_no_page_has_a_line_that_markdown_cuts():
     find = load_conf().find_cut_sentences
     pages = [*ROOT.glob("*.md")]

@@ -4,16 +4,19 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("matplotlib")
 import numpy as np
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from recipes.experiments import (
     adaptation_tables,
+    explanations,
     figures,
     head_tables,
     hyperbolicity_tables,
@@ -159,6 +162,11 @@ def test_a_name_has_one_look_and_a_look_one_name(figure):
     assert len({tuple(look) for look in looks.values()}) == len(looks)
 
 
+def test_a_plot_has_at_most_eight_series(figure):
+    for axes in figure.axes:
+        assert len(set(axes.get_legend_handles_labels()[1])) <= 8, axes.get_title()
+
+
 def test_every_colour_is_in_a_legend(figure):
     entries = set()
     for legend in [*figure.legends, *(axes.get_legend() for axes in figure.axes)]:
@@ -189,3 +197,75 @@ def test_a_cut_is_marked_where_it_is():
         ("^", 1.5, 2),
         ("^", 0, 2),
     ]
+
+
+def test_figures_that_explain_are_those_of_the_command_and_on_a_page(tmp_path):
+    explanations.draw(tmp_path)
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert set(drawn) == {path.name for path in explanations.FOLDER.iterdir()}
+    for name, text in drawn.items():
+        committed = (explanations.FOLDER / name).read_text()
+        # Other versions of matplotlib place points with other digits.
+        assert read_texts(committed) == read_texts(text), (
+            f"run: python recipes/experiments draw ({name})"
+        )
+        assert len(committed) < 60_000 and f'"figures/{name}"' in pages
+
+
+def read_texts(svg: str) -> list[str]:
+    """Return the texts of a figure."""
+    return [
+        "".join(part.itertext())
+        for part in ElementTree.fromstring(svg).iter()
+        if part.tag.endswith("}text")
+    ]
+
+
+@pytest.mark.parametrize("suffix", explanations.THEMES)
+@pytest.mark.parametrize("name", explanations.EXPLANATIONS)
+def test_figures_that_explain_have_large_text_apart_and_no_background(name, suffix):
+    text = (explanations.FOLDER / f"{name}{suffix}.svg").read_text()
+    background = next(
+        part for part in ElementTree.fromstring(text).iter() if part.get("id") == "patch_1"
+    )
+    assert "fill: none" in ElementTree.tostring(background, encoding="unicode")
+    figure = explanations.EXPLANATIONS[name](explanations.THEMES[suffix])
+    figure.draw_without_rendering()
+    texts = [part for part in figure.findobj(Text) if part.get_text() and part.get_visible()]
+    assert min(part.get_fontsize() for part in texts) >= explanations.FONT
+    boxes = [part.get_window_extent() for part in texts]
+    for n, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:n]), texts[n].get_text()
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, texts[n].get_text()
+
+
+def compute_contrast(color: str, page: str) -> float:
+    """Return the contrast of two colours, as the Web Content Accessibility Guidelines define it."""
+    light, dark = sorted((luminance(color), luminance(page)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(color: str) -> float:
+    """Return the relative luminance of an sRGB colour."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", explanations.THEMES.values(), ids=("light", "dark"))
+def test_text_of_figures_has_contrast_in_both_themes(theme):
+    for color in (theme.ink, theme.muted, theme.blue, theme.orange):
+        assert compute_contrast(color, theme.page) >= 4.5, color
+    for fill in (theme.faint, theme.blue_fill, theme.orange_fill):
+        assert compute_contrast(theme.ink, fill) >= 4.5, fill
+
+
+def test_the_ancestor_is_the_lowest_point_whose_cone_contains_both():
+    (x, height), slope = explanations.find_ancestor(), explanations.SLOPE
+
+    def contains(x: float, height: float) -> bool:
+        points = (explanations.POINT_Q, explanations.POINT_K)
+        return all(abs(x - p) <= slope * (height - h) + 1e-9 for p, h in points)
+
+    assert contains(x, height)
+    assert not any(contains(at, height - 1e-3) for at in np.linspace(-5, 5, 2001))
