@@ -21,7 +21,7 @@ from .selection import Lists
 
 
 class HeadRule(NamedTuple):
-    """Which keys j <= p a query at position p sees.
+    """Which keys j <= p a query at position p sees. Positions count from the first real key.
 
     Without pages: the keys j < sinks, and the keys j > p - near.
 
@@ -137,8 +137,8 @@ class SelectedKernel:
         compute: Computes attention. Arguments: query, key, value, chosen, rules, spans, offset,
             scale, softcap, window, sinks, bias, as in `attend`; `chosen` is `Lists.rows`, `rules`
             comes from `flatten_rules`, `spans` has all starts and then all stops, and 0 means no
-            softcap and no window. Returns the output [B, H, N, dv], and float32 [2, B, H, N]: the
-            largest logit of each row, and 1 over its sum of weights.
+            softcap and no window. Returns the output [B, H, N, dv], and `lse`, float32 [2, B, H,
+            N]: the largest logit of each row, and 1 over its sum of weights.
         differentiate: Returns the gradients of query, key, value and sinks in their dtypes; the
             last is empty without sinks. Arguments: grad, the results of `compute`, its arguments.
         returned: Dtype of the output of `compute`; None: that of the query.
@@ -214,12 +214,13 @@ class SelectedKernel:
             spans: Starts and stops, one per batch element: the first key that is not padding, and
                 the end of these keys. Positions, chunks and pages count from the first. None: no
                 key is padding.
-            offset: Position of query 0 among the keys.
+            offset: Index of the key that belongs to query 0; it counts padding, too.
             scale: Factor of the dot products. None: 1 / sqrt(d).
             softcap: Logits become softcap * tanh(logit / softcap). None: no cap.
             window: Sliding window of the attention layer: a query sees only the last `window`
                 keys. None: no window.
-            sinks: [H], one logit per head that takes weight in the softmax but has no value.
+            sinks: [H], learned sink logits: each takes weight in the softmax but has no value. They
+                have nothing to do with `HeadRule.sinks`, the number of first keys.
             bias: [B, H, M], added to the logits of each key after the softcap. It gets no gradient.
 
         Returns:

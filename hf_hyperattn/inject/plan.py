@@ -1,7 +1,7 @@
 """Plan an injection into a causal model: time and memory, from a short measurement.
 
-A probe is measured instead of the model: the same architecture with few layers, few words and
-random weights. Every kind of pass of a run is timed on it at the real length. `plan_injection` adds
+A probe is measured instead of the model: the same architecture with few layers, a small vocabulary
+and random weights. Every kind of pass of a run is timed on it at the real length. `plan_injection` adds
 up what a run needs; the output embedding is measured by itself, since it does not grow with layers.
 """
 
@@ -26,10 +26,10 @@ from .measure import draw_sample
 from .pays import pays_from
 from .rules import CHUNK
 
-#: Number of words of the probe, so few that its output embedding takes no time.
+#: Vocabulary size of the probe: so small that its output embedding takes no time.
 WORDS = 64
-#: A pass is timed up to this many times, and the fastest counts. One-time setup matters little in a
-#: pass of more than `LONG` seconds, which is not repeated.
+#: Each pass is timed up to `RUNS` times, and the fastest time counts. A pass of more than `LONG`
+#: seconds is timed once, because one-time setup matters little in it.
 RUNS, LONG = 3, 10.0
 
 
@@ -66,15 +66,15 @@ class InjectionPlan:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one pass over one text.
+    """Seconds of each kind of work on one text.
 
     Args:
         measure: Measuring all rules, with gradients.
         few: The same with `CHUNK` sampled queries instead of `CausalInjection.rows`.
         forward: A pass of the original model.
-        joint: The pass that finds what heads lose together.
+        joint: `measure_joint_loss`: the loss of an allocation, and the part of each head in it.
         patched: A pass of the patched model.
-        pays: Finding the length from which the rules are faster.
+        pays: `pays_from`: finding the length from which the patched model beats the original.
         rules: Timing the rules, for the cost "time"; else 0. It does not grow with layers.
     """
 
@@ -133,7 +133,8 @@ def plan_injection(
         OutOfReach: No rules are as cheap as `injection.pairs`.
     """
     device = torch.device(device)
-    # Python, libraries and texts share the memory of a CPU with the model.
+    # Nothing is done here: only the start counts, the bytes that Python, libraries and texts already
+    # take in the memory of a CPU.
     with PeakMemory(device) as before:
         pass
     layers, probe = build_probe(injection, device, dtype)
@@ -150,10 +151,16 @@ def plan_injection(
     memory |= count_kept(injection, layers, dtype)
     # The logits of a piece and the activations of a layer are not in memory at the same time.
     memory["one layer, or logits"] = max(working.added, logits.added)
-    again = (len(injection.texts[2]) + 1) * times.patched
-    again += count_tokens(injection.texts[2].values()) * head_times.loss
+    # One pass more than there are texts: `read_held_out` warms up with one.
+    candidate = (len(injection.texts[2]) + 1) * times.patched
+    candidate += count_tokens(injection.texts[2].values()) * head_times.loss
     return InjectionPlan(
-        stages=stages, passes=passes, candidate=again, memory=memory, layers=layers, probed=probed
+        stages=stages,
+        passes=passes,
+        candidate=candidate,
+        memory=memory,
+        layers=layers,
+        probed=probed,
     )
 
 
@@ -181,7 +188,8 @@ def build_probe(
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     item = {"text": ids_of(next(iter(injection.texts[0].values()))) % WORDS}
-    # Without a tokenizer there are no retrieval examples: all are passes over as many tokens.
+    # No tokenizer: retrieval examples are not needed, since a pass over one has as many tokens as a
+    # pass over a text.
     probe = replace(injection, model=model, texts=[item] * 3, tokenizer=None, folder=None)
     probe.progress = Silent()
     return layers, probe
@@ -192,7 +200,7 @@ def time_passes(probe: CausalInjection, scale: float, longest: int | None) -> Pa
 
     Args:
         probe: The injection of the probe.
-        scale: Number by which the layers of the whole model exceed those of the probe.
+        scale: Number of layers of the whole model over that of the probe.
         longest: Largest length that the model can read.
     """
     item = next(iter(probe.texts[0].values()))
@@ -275,6 +283,8 @@ def add_stages(
     """
     first, second, third = map(len, injection.texts)
     tokens = [count_tokens(texts.values()) for texts in injection.texts]
+    # The first `len(POWERS)` tries count as corrections. The search also reads the original model
+    # once.
     corrections = len(POWERS)
     tries = (TRIES_AT_PAIRS if injection.pairs else injection.tries) - corrections
     both = times.forward + times.patched
@@ -307,9 +317,10 @@ def add_stages(
 
 
 def count_shares(injection: CausalInjection) -> float:
-    """Return the sum over the first texts of their share of `injection.rows`.
+    """Return how many texts with all `injection.rows` sampled queries the first texts are worth.
 
-    Fewer queries are sampled of an example with few answers.
+    The time of measuring grows linearly with the sampled queries: a text counts 0 with one chunk of
+    them, and 1 with all. Fewer queries are sampled of an example with few answers.
     """
     total = 0.0
     for item in injection.texts[0].values():

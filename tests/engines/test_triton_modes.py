@@ -20,6 +20,12 @@ pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.extras
 
 
+#: These tests start a process with the interpreter.
+apart = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process"
+)
+
+
 def interpret(*arguments):
     """Run tests in a process of their own with Triton's interpreter on."""
     command = [
@@ -40,9 +46,7 @@ def interpret(*arguments):
     return done.stdout
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process"
-)
+@apart
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
 def test_in_the_interpreter(which):
@@ -50,9 +54,7 @@ def test_in_the_interpreter(which):
     assert " passed" in said and "failed" not in said
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process"
-)
+@apart
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
 def test_listed_keys_in_the_interpreter(which):
@@ -60,9 +62,7 @@ def test_listed_keys_in_the_interpreter(which):
     assert " passed" in said and "failed" not in said
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process"
-)
+@apart
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_masks_and_calls_of_sparse_rules_in_the_interpreter():

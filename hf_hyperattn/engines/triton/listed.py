@@ -1,4 +1,4 @@
-"""Kernels for attention to listed keys: first, nearest and chosen ones.
+"""Kernels for attention to selected keys: the first, the nearest and the chosen ones.
 
 Here you learn how a program finds the keys of its queries. `tables.py` makes the tables that the
 kernels read, `selected.py` launches them.
@@ -17,25 +17,27 @@ from .arithmetic import LOG2E, tanh
 from .forward import store_sums
 from .tile import load_vectors, locate_head, multiply_tiles
 
-# A *block* is BM queries at neighbouring positions; blocks begin at multiples of BM. A tile has BN
-# keys. The keys of a block come from three kinds of tiles, each with a loop of its own:
+# A *position* counts from the first real key of a text; an *index* counts padding, too. A *block* is
+# BM queries at neighbouring positions, and begins at a multiple of BM. A *tile* has BN keys, and a
+# *slot* is one column of a tile. Near keys are all keys from the page on that is near the first
+# query of the block. The keys of a block come in three kinds of tiles, each with its own loop:
 #
-#   clean    Keys that all queries of the block see, without a mask: listed pages that all of them
+#   clean    Keys that all queries of the block see, without a mask: listed pages that all queries
 #            have chosen, and the middle of the near keys.
-#   chosen   Listed pages that some queries have chosen. Query r sees key j if the bits of j's page
-#            have the bit of r's chunk.
-#   edge     The first keys of the text, and both ends of the near keys. Query r sees key j if
-#            (it is chosen, or j >= near of r, or j < sinks) and j <= r.
+#   chosen   Listed pages that some queries have chosen. Row r sees key j if bits[j] has bit[r].
+#   edge     The first keys of the text, and both ends of the near keys. Row r sees key j if
+#            (bits[j] has bit[r], or j >= lowest[r], or j < sinks) and j <= p[r].
 #
-# Near keys are all keys from the page on that is near the first query. A tile of listed pages has
-# BN // PAGE of them.
+# With a sliding window, rows of chosen and edge tiles see only keys j > p[r] - window. A tile of
+# listed pages has BN // PAGE pages.
 #
-#   name    shape    content
-#   p       [BM]     int32, position of each query in its text: the first real key is 0
-#   j       [BN]     int32, position of each key; FAR for slots without a key
-#   bits    [BN]     int32, the chunks of the block that have chosen the page of a key
-#   bit     [BM]     int32, the bit of each query's chunk
-#   near    [BM]     int32, the first position that is near each query
+#   name     shape    content
+#   p        [BM]     int32, position of the query of each row
+#   j        [BN]     int32, position of the key of each slot. Slots without a key hold FAR in edge
+#                     tiles, and `spare` in chosen tiles.
+#   bits     [BN]     int32, one bit for each chunk of the block that has chosen the key's page
+#   bit      [BM]     int32, the bit of the chunk of each row
+#   lowest   [BM]     int32, the first position that is near each row
 
 #: A position behind all queries: no query sees it.
 FAR = tl.constexpr(2**30)
@@ -105,7 +107,7 @@ def place_queries(base, first, last, rule, BM: tl.constexpr):
         rule: From `read_rule`.
 
     Returns:
-        p, near, bit: See the table at the top.
+        p, lowest, bit: See the table at the top.
         inside: Bool [BM], the rows that hold a real query of the call.
     """
     _, near, _, chunk, step = rule
@@ -141,9 +143,9 @@ def is_chosen(p, bit, j, bits, window, WINDOWED: tl.constexpr):
 
 
 @triton.jit
-def is_seen(p, near, bit, j, bits, window, WINDOWED: tl.constexpr):
+def is_seen(p, lowest, bit, j, bits, window, WINDOWED: tl.constexpr):
     """Return the visible pairs of any tile, bool [BM, BN]; arguments as in the table above."""
-    seen = ((bits[None, :] & bit[:, None]) != 0) | (j[None, :] >= near[:, None])
+    seen = ((bits[None, :] & bit[:, None]) != 0) | (j[None, :] >= lowest[:, None])
     seen = seen & (j[None, :] <= p[:, None])
     if WINDOWED:
         seen = seen & (j[None, :] > p[:, None] - window)
@@ -163,10 +165,12 @@ def find_near_range(first, last, rule, stop, window, WINDOWED: tl.constexpr, PAG
     Returns:
         begin, end: The range; `begin` is a multiple of PAGE unless the window cuts it.
         clean: First position that is near all queries of the block.
-        clean_end: End of the positions that no query of the block is before.
+        clean_end: End of the positions that no causal mask hides from a query of the block: the
+            position after the first query, at most `end`.
     """
     _, near, _, chunk, step = rule
-    # Tables have no page that is not complete. For padding behind the text it counts as near.
+    # Tables hold only complete pages. Queries in the padding behind a text see its incomplete last
+    # page as a near one.
     begin = tl.minimum(find_near(first, near, chunk, step) // PAGE, stop // PAGE) * PAGE
     clean = find_near(last, near, chunk, step)
     if WINDOWED:
@@ -201,14 +205,15 @@ def place_chosen(LIST, entry, entries, spare, PAGE: tl.constexpr, BN: tl.constex
     Args:
         LIST, entry: As in `place_clean`.
         entries: Number of listed pages.
-        spare: Position for slots without a key, which have no bits.
+        spare: Position of a real key, for slots without a key. They have no bits, so no row sees
+            them, and loads need no mask.
     """
-    # As one tile of two columns: see `tile.load_records`.
+    # Pages and bits are loaded as one tile of two columns, for the reason in `tile.load_records`.
     slot = tl.arange(0, BN)[:, None]
     place = tl.arange(0, 2)[None, :]
     at = entry + slot // PAGE
     is_there = (at < entries) & (slot < BN // PAGE * PAGE)
-    # Pages become positions before the columns part, when each thread has one number.
+    # Positions are computed before the split: until then, each thread has only one number.
     record = tl.load(LIST + 2 * at + place, mask=is_there, other=0)
     record = tl.where(place == 0, record * PAGE + slot % PAGE, record)
     record = tl.where(is_there | (place == 1), record, spare)
@@ -265,8 +270,8 @@ def compute_scores(q, k, BIAS, start, j, scale, softcap, PLAIN: tl.constexpr, CA
         BIAS: Pointer to the bias of the keys of this head, or None.
         start, j: As in `load_rows`.
         scale, softcap: As in `SelectedKernel.attend`.
-        PLAIN: Whether the logits are dot products, not yet multiplied by the scale. Otherwise they
-            are in nats.
+        PLAIN: Whether there is no softcap, no bias, and a positive scale. The result is then not
+            yet multiplied by the scale; otherwise it is in nats.
         CAPPED: Whether there is a softcap.
     """
     s = multiply_tiles(q, tl.trans(k))
@@ -359,8 +364,10 @@ def listed_forward(
 
     Args:
         Q, K, V: (pointer, strides) of [B, H, N, D], [B, Hkv, M, D] and [B, Hkv, M, DV].
-        TABLES: Pointers to the tables of `tables.Tables`: bits, pages and counts.
-        RULES, SPANS: Pointers to the tables of `tables.ListedRules`.
+        TABLES: Pointers to `bits`, `listed` and `counts` of `tables.Tables`.
+        RULES: Pointer to `numbers` of `tables.ListedRules`.
+        SPANS: Pointer to int32 [2, B]: index of the first real key of each batch element, and of
+            the end of its real keys.
         BIAS: (pointer or None, strides) of [B, H, M], float32.
         SINKS: Pointer to one logit per head, float32 [H], or None.
         OUT: Written, [B, H, N, DV]. If PARTS > 1: float32 [PARTS, B, H, N, DV], not yet divided by
@@ -371,11 +378,11 @@ def listed_forward(
         batch: B.
         heads, n, m: H, N, M.
         members: Number of heads of this launch.
-        pages: Number of pages of the tables.
+        pages: Number of pages in the tables.
         blocks, first_block: Number of blocks of the tables, and the first of them.
         row_step: B * H * N.
         offset, window, scale, softcap: As in `SelectedKernel.attend`.
-        PLAIN: Whether logits are dot products times a positive scale, without softcap and bias.
+        PLAIN: See `compute_scores`.
         GROUP: Query heads that share a key head.
         PAGE: Keys of a page in the tables, at most BN.
         PARTS: Number of programs that share the keys of a block.
@@ -393,7 +400,7 @@ def listed_forward(
     # Rows of the batch that begin later have fewer blocks.
     if last < first:
         return
-    p, near, bit, inside = place_queries(base, first, last, rule, BM)
+    p, lowest, bit, inside = place_queries(base, first, last, rule, BM)
     i = p + start - offset
 
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
@@ -427,7 +434,6 @@ def listed_forward(
         if part == 0:
             top = tl.zeros([BM], tl.float32) + tl.load(SINKS + h) / nats
             weight += 1.0
-    # Slots without a key read a real key, which is hidden from them.
     spare = tl.minimum(first, stop - start - 1)
     # KIND 0: clean, 1: chosen, 2: edge.
     for KIND in tl.static_range(3):
@@ -442,14 +448,14 @@ def listed_forward(
             # Load: keys by their places in the list, or neighbouring keys.
             if KIND == 0:
                 near_j = begin + (t - listed_clean + left) * BN + tl.arange(0, BN)
-                # Where the tile is near, the list is read at its first place, which exists.
+                # A tile of near keys needs no list. It reads any valid entry.
                 at = tl.minimum(t, tl.maximum(listed_clean - 1, 0)) * PER
                 j = tl.where(t < listed_clean, place_clean(listed, at, PAGE, BN), near_j)
             elif KIND == 1:
                 entry = (listed_clean + t) * PER
                 j, bits = place_chosen(listed, entry, entries, spare, PAGE, BN)
             else:
-                # Near tiles after the left edge come behind the clean ones.
+                # Edge tiles right of the clean ones skip over these.
                 skipped = tl.where(t - first_tiles < left, 0, near_clean)
                 j = place_edge(t, first_tiles, first_end, begin + skipped * BN, end, BN)
             k = load_rows(keys, start, j, width, D, D < BD, KIND == 2)
@@ -459,17 +465,17 @@ def listed_forward(
                 s = tl.where(seen, s, float("-inf"))
             elif KIND == 2:
                 bits = load_bits(bits_of, j, sinks, pages, PAGE)
-                s = tl.where(is_seen(p, near, bit, j, bits, window, WINDOWED), s, float("-inf"))
+                s = tl.where(is_seen(p, lowest, bit, j, bits, window, WINDOWED), s, float("-inf"))
 
             # Online softmax.
             new = tl.maximum(top, tl.max(s, 1))
             # A row that sees nothing yet has a maximum of -inf, and -inf - -inf is NaN. In clean
             # tiles only a bias can hide all keys.
-            zero = new
+            safe_top = new
             if KIND > 0 or not PLAIN:
-                zero = tl.where(new == float("-inf"), 0.0, new)
-            w = raise_to_weights(s, zero[:, None], nats, PLAIN)
-            shrink = raise_to_weights(top, zero, nats, PLAIN)
+                safe_top = tl.where(new == float("-inf"), 0.0, new)
+            w = raise_to_weights(s, safe_top[:, None], nats, PLAIN)
+            shrink = raise_to_weights(top, safe_top, nats, PLAIN)
             weight = weight * shrink + tl.sum(w, 1)
             top = new
 
@@ -583,7 +589,7 @@ def listed_backward_query(
     base, first, last = locate_block(block + first_block, start, offset, n, BM)
     if last < first:
         return
-    p, near, bit, inside = place_queries(base, first, last, rule, BM)
+    p, lowest, bit, inside = place_queries(base, first, last, rule, BM)
     i = p + start - offset
 
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
@@ -624,7 +630,7 @@ def listed_backward_query(
             if KIND == 1:
                 seen = is_chosen(p, bit, j, bits, window, WINDOWED)
             else:
-                seen = is_seen(p, near, bit, j, bits, window, WINDOWED)
+                seen = is_seen(p, lowest, bit, j, bits, window, WINDOWED)
             slopes = compute_slopes(
                 q,
                 k,
@@ -724,7 +730,7 @@ def listed_backward_key(
         # Load: the queries of one block that sees some key of this tile.
         block = tl.load(readers + x)
         base, first, last = locate_block(block + first_block, start, offset, n, BM)
-        p, near, bit, inside = place_queries(base, first, last, rule, BM)
+        p, lowest, bit, inside = place_queries(base, first, last, rule, BM)
         i = p + start - offset
         q = load_vectors(queries, i[:, None], width[None, :], n, D, D < BD, True)
         grad = load_vectors(grads, i[:, None], width_v[None, :], n, DV, DV < BDV, True)
@@ -735,7 +741,7 @@ def listed_backward_key(
         # Scores and slopes.
         bits_of = TABLES[0] + (member_of * blocks + block) * pages
         bits = load_bits(bits_of, j, sinks, pages, PAGE)
-        seen = is_seen(p, near, bit, j, bits, window, WINDOWED) & inside[:, None]
+        seen = is_seen(p, lowest, bit, j, bits, window, WINDOWED) & inside[:, None]
         w, slopes = compute_slopes(
             q, k, v, grad, top, share, delta, seen, bias, start, j, scale, softcap, PLAIN, CAPPED
         )
@@ -778,7 +784,7 @@ def write_lists(
     listed.
 
     Args:
-        TABLES: See `tables.Tables`. The bits are read; pages and counts are written.
+        TABLES: See `tables.Tables`. `bits` is read; `listed` and `counts` are written.
         WIDTH: Pages that are read at a time.
 
     The other arguments are as for `listed_forward`.
@@ -801,15 +807,16 @@ def write_lists(
     low, high = first // chunk - base // chunk, last // chunk - base // chunk
     every = tl.where(high >= 31, -1, (1 << (tl.minimum(high, 30) + 1)) - 1) & (-1 << low)
     count = 0
-    for EDGE in tl.static_range(2):
+    # PASS 0: pages that all queries have chosen, 1: pages that only some have chosen.
+    for PASS in tl.static_range(2):
         for at in range(tl.cdiv(sinks, PAGE), end, WIDTH):
             page = at + tl.arange(0, WIDTH)
             bits = tl.load(bits_of + page, mask=page < end, other=0)
             whole = (bits & every) == every
-            found = whole if EDGE == 0 else (bits != 0) & (whole == 0)
+            found = whole if PASS == 0 else (bits != 0) & (whole == 0)
             found = (found & (page < end)).to(tl.int32)
             entry = listed + 2 * (count + tl.cumsum(found, 0) - 1)
             tl.store(entry, page, mask=found != 0)
             tl.store(entry + 1, bits, mask=found != 0)
             count += tl.sum(found, 0)
-        tl.store(TABLES[2] + table * 2 + EDGE, count)
+        tl.store(TABLES[2] + table * 2 + PASS, count)

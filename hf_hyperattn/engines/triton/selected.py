@@ -1,4 +1,4 @@
-"""Launch the kernels for attention to listed keys.
+"""Launch the kernels for attention to selected keys.
 
 Here you learn how a call is split into launches, so that tables stay small.
 """
@@ -90,7 +90,7 @@ class ListedCall:
         tensors = self.query, self.key, self.value
         used = sum(t.numel() * t.element_size() for t in tensors)
         self.most_bytes = max(LEAST_BYTES, int(used * SHARE))
-        # Padding before the first real query, and blocks without queries, are not computed.
+        # The kernels write no rows of padding, so with padding the outputs must begin as zeros.
         self.is_padded = any(start > offset for start in self.starts)
         self.settings = {
             "Q": with_strides(self.query),
@@ -250,7 +250,8 @@ def launch_backward(
         call: The call.
         group, first, blocks: From `ListedCall.list_launches`.
         read: GRAD, LSE and DELTA of the kernels.
-        d_query, d_key, d_value: Written.
+        d_query: Written.
+        d_key, d_value: Float32 sums, to which this launch adds.
     """
     tables = call.make_tables(group, first, blocks)
     arguments = call.list_arguments(group, tables) | read

@@ -19,16 +19,15 @@ from ..selected import HeadRule
 from ..selection import Lists
 from .listed import write_lists
 
-#: Pages of heads whose rules choose none; they are listed only for the first keys.
+#: Keys of a page in the tables for heads whose rules choose no pages. None of them is listed.
 NO_PAGE = 16
 #: A number that stands for all keys in int32.
 ALL = 2**30
-#: Chunks of a block that have a bit.
+#: Most chunks of a block: each has one bit of an int32.
 BITS = 32
-#: Bytes of tables that exist at one time, at least. Longer texts are computed in several launches.
-LEAST_BYTES = 2**25
-#: The same, as a share of the bytes of queries, keys, values and outputs.
-SHARE = 1 / 16
+#: Most bytes of the tables of one launch: this number, or `SHARE` of the bytes of queries, keys and
+#: values if that is more. Calls that need more have several launches.
+LEAST_BYTES, SHARE = 2**25, 1 / 16
 #: Pages that a program of `write_lists` reads at a time.
 WIDTH = 1024
 
@@ -42,8 +41,8 @@ class ListedRules:
         rules: Rule of each head.
         page: Keys of a page in the tables. It divides the pages of all rules, and fits into a tile.
         rows: Queries of a block.
-        numbers: int32 [members, 5]: the head, `near`, `sinks`, `chunk`, and the number of which
-            the first near position is a multiple.
+        numbers: int32 [members, 5]: the head, `near`, `sinks`, `chunk`, and a number. The first
+            near position is a multiple of this number.
     """
 
     heads: tuple[int, ...]
@@ -63,9 +62,9 @@ class Tables:
         bits: int32 [B, members, blocks, pages]. Bit u of a page says whether chunk u of the block
             has chosen it.
         listed: int32 [B, members, blocks, pages, 2]: pages in the order in which the kernel reads
-            them, each with its bits.
-        counts: int32 [B, members, blocks, 2]: number of pages that all queries of the block see as
-            a whole, and number of all listed pages.
+            them, each with its bits. Only as many as `counts` says are set.
+        counts: int32 [B, members, blocks, 2]: number of pages that all queries of the block have
+            chosen, and number of all listed pages.
     """
 
     first: int
@@ -120,7 +119,13 @@ def divide_page(page: int, columns: int) -> int:
 
 
 def count_rows(rule: HeadRule, queries: int, most: int) -> int:
-    """Return the number of queries of a block: at most `most`, and so few that their chunks have bits."""
+    """Return the number of queries of a block.
+
+    Args:
+        rule: Of the head. The chunks of a block must not be more than `BITS`.
+        queries: Number of queries.
+        most: Most queries of a block.
+    """
     if queries <= 16:
         return 16
     rows = most
@@ -131,7 +136,8 @@ def count_rows(rule: HeadRule, queries: int, most: int) -> int:
 
 def count_chunks(rule: HeadRule, rows: int) -> int:
     """Return the most chunks that lie in a block of this many queries."""
-    # Blocks begin at multiples of their size. Their first chunk may be cut.
+    # Blocks begin at multiples of their size. There are most chunks if the first one has only one
+    # query in the block: 1 + ceil((rows - 1) / chunk).
     return rows // rule.chunk if rows % rule.chunk == 0 else (rows - 2) // rule.chunk + 2
 
 
@@ -143,12 +149,14 @@ def split_blocks(
     Args:
         group: The heads.
         batch, queries, keys: B, N and M.
-        most_bytes: The tables of a launch have about this many bytes.
+        most_bytes: Most bytes of the tables of a launch; one block may need more.
     """
-    # The first real query may be the last of its block.
+    # There are most blocks if the first real query is the last one of its block.
     blocks = (queries + group.rows - 2) // group.rows + 1
+    # For each page 4 bytes in `bits` and 8 in `listed`.
     of_block = 12 * len(group.heads) * (keys // group.page + 1)
-    # `mark_pages` has indices of 24 bytes for each page that a chunk of one head has chosen.
+    # `mark_pages` computes int64 numbers for each page that a chunk of one head has chosen, up to
+    # three at a time.
     of_block += max(
         24 * count_chunks(rule, group.rows) * min(rule.top * rule.page, keys) // group.page
         for rule in group.rules
@@ -176,7 +184,7 @@ def make_tables(
         chosen: Pages of each chunk, of all heads of the call.
         spans: int32 [2, B], the starts and the stops.
         starts: First real key of each row of the batch.
-        offset: Position of query 0 among the keys.
+        offset: Index of the key that belongs to query 0.
         queries, keys: N and M.
         first, blocks: From `split_blocks`.
     """
@@ -216,7 +224,7 @@ def mark_pages(
         group, chosen, starts, offset: As in `make_tables`.
         first: Number of the first block.
         blocks: Number of blocks.
-        pages: Number of pages, and one more, which nobody has chosen.
+        pages: Number of pages, plus one that no chunk has chosen.
     """
     device = chosen.rows.device
     bits = torch.zeros(
@@ -233,8 +241,8 @@ def mark_pages(
             continue
         own = base // rule.chunk
         last = (base + group.rows - 1) // rule.chunk
-        bit = torch.arange(count_chunks(rule, group.rows), device=device)
-        chunk = own[..., None] + bit
+        place = torch.arange(count_chunks(rule, group.rows), device=device)
+        chunk = own[..., None] + place
         # Chunk 0 of the table is the chunk of the first real query.
         row = chunk - begin[..., None] // rule.chunk
         is_there = (row >= 0) & (row < table.shape[1]) & (chunk <= last[..., None])
@@ -244,10 +252,10 @@ def mark_pages(
         # Each page of the rule is one or more pages of the tables.
         parts = rule.page // group.page
         listed = (listed[..., None] * parts + torch.arange(parts, device=device)).flatten(2)
-        # The last page takes the entries of empty places in the lists, and forgets them below.
+        # Empty entries mark the last page, which is set to 0 at the end.
         listed = listed.where(is_listed.repeat_interleave(parts, 2), pages - 1)
-        # 1 << 31 is the sign of an int32.
-        value = (1 << bit).to(torch.int32)[:, None].expand(len(bit), listed.shape[2])
+        # Bit 31 makes an int32 negative, which does no harm.
+        value = (1 << place).to(torch.int32)[:, None].expand(len(place), listed.shape[2])
         value = value.expand(len(starts), blocks, -1, -1).flatten(2)
         # A chunk lists a page once, so the sum of its bits is their union.
         bits[:, member].scatter_add_(2, listed.unflatten(1, (blocks, -1)).flatten(2), value)
@@ -272,8 +280,8 @@ def find_readers(
         columns: Keys of a tile.
 
     Returns:
-        int32 [B, members, tiles, blocks], the numbers of the blocks in the tables, in ascending
-        order; and int32 [B, members, tiles], how many there are.
+        int32 [B, members, tiles, blocks], the numbers of these blocks in the tables, in ascending
+        order, and then the other blocks. Then int32 [B, members, tiles], their count.
     """
     device = spans.device
     tiles = -(-keys // columns)
@@ -285,6 +293,7 @@ def find_readers(
         # The last page, which nobody has chosen, may lie behind all keys.
         reads.index_add_(3, (key // columns).clamp_max(tiles - 1), is_chosen)
 
+    # The positions are those of `locate_block` and `find_near_range` of listed.py.
     _, near, sinks, chunk, step = group.numbers.long().mT[..., None, None]
     begin = (offset - spans[0].long()).clamp_min(0)[:, None, None, None]
     block = torch.arange(tables.first, tables.first + tables.blocks, device=device)[:, None]
@@ -292,6 +301,7 @@ def find_readers(
     first = base.maximum(begin)
     last = (base + group.rows).minimum(queries + offset - spans[0].long()[:, None, None, None]) - 1
     near_begin = (first // chunk * chunk - near + 1).clamp_min(0) // step * step
+    # An incomplete last page counts as near.
     lengths = (spans[1] - spans[0]).long()[:, None, None, None]
     near_begin = near_begin.minimum(lengths // group.page * group.page)
     tile = torch.arange(tiles, device=device) * columns

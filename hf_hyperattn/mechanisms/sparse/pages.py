@@ -295,26 +295,35 @@ class PageRule(SelectingRule):
         pages = -(-call.key.shape[2] // limit_to_text(self.page, call.key.shape[2]))
         step = max(1, MOST_SCORES // max(1, call.query.shape[0] * call.query.shape[1] * pages))
         pairs = zip(rows.split(step, 1), is_there.split(step, 1), strict=True)
-        return torch.cat([self._list_chunks(call, chunks.take(r), there) for r, there in pairs], 2)
+        parts = [self._list_chunks(call, chunks.take(r), there) for r, there in pairs]
+        # Checked once: on a GPU each check waits for all work before it.
+        call.check_chosen(torch.cat([known for _, known in parts], 1))
+        return torch.cat([listed for listed, _ in parts], 2)
 
-    def _list_chunks(self, call: RuleCall, chunks: Chunks, is_there: Tensor) -> Tensor:
-        """Return the pages that some chunks choose, int32 [B, H, R, most].
+    def _list_chunks(
+        self, call: RuleCall, chunks: Chunks, is_there: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the pages that some chunks choose, and whether they could choose.
 
         Args:
             call: With all queries.
             chunks: The chunks.
             is_there: Bool [B, R], False for chunks whose lists stay empty.
+
+        Returns:
+            int32 [B, H, R, most], and bool [B, R]: False for chunks that would have to choose by
+            queries which are not known.
         """
         is_there = is_there[:, None, :, None]
         candidates = self.find_candidates(call, chunks.start) & is_there
-        call.check_chosen(chunks.known | ~candidates.any(-1)[:, 0])
+        known = chunks.known | ~candidates.any(-1)[:, 0]
         chosen = self.select_pages(call, chunks.query, candidates)
         # Turn marks into numbers: pages that are not chosen get the largest number.
         pages = chosen.shape[3]
         most = min(self.top, call.key.shape[2] // self.page)
         number = torch.arange(pages, dtype=torch.int32, device=chosen.device).where(chosen, pages)
         listed = number.topk(most, largest=False).values
-        return listed.masked_fill(listed == pages, -1)
+        return listed.masked_fill(listed == pages, -1), known
 
 
 @sparse_rule("pages")
