@@ -16,7 +16,7 @@ HEAD = """# Families
 
 Can my model be patched? Transformers {version} has {types} model types in its base and causal-LM mappings. This page
 lists how the attention of each is reached, read from the source files (`model_patches/census.py`).
-[Compatibility](compatibility.md) has what was tested.
+[Compatibility](compatibility.md) lists the tests of every type.
 
 | state | model types | meaning |
 | --- | --- | --- |
