@@ -23,10 +23,14 @@ from .selection import Lists
 class HeadRule(NamedTuple):
     """Which keys j <= p a query at position p sees. Positions count from the first real key.
 
+    A key may also be a *summary*, for example the mean of a window. Summaries stand before all
+    texts, and are seen only by queries whose chunk lists them.
+
     Without pages: the keys j < sinks, and the keys j > p - near.
 
     With pages, c is the first position of the query's chunk. The query sees the keys j < sinks, the
-    chosen pages, and all keys from the page on that contains c - near + 1.
+    chosen pages, and all keys from the page on that contains c - near + 1. By `SUMMARIES` or `ROWS`
+    the chunk has chosen single rows instead of pages.
 
     Args:
         near: Number of nearest keys. Without pages, a number not below the length gives full
@@ -34,10 +38,10 @@ class HeadRule(NamedTuple):
         sinks: Number of first keys.
         page: Keys of a page; 0 if no pages are chosen.
         chunk: Number of queries that share a choice.
-        top: Number of pages that a chunk chooses.
+        top: Number of pages that a chunk chooses, or of the rows that it lists.
         bounds: 1: score a page by the smallest and largest value of its keys in each channel; 0: by
             their mean.
-        by: What a chunk chooses by, an index into `BY`, or `KEPT`.
+        by: What a chunk chooses by, an index into `BY`; or `KEPT`, `SUMMARIES` or `ROWS`.
         channels: Number of channels that score a page: those with the largest absolute values in
             the chunk's query. 0: all.
     """
@@ -55,8 +59,9 @@ class HeadRule(NamedTuple):
 #: What a chunk chooses by, `By` of listed/choice.h: each query by itself, the first query of the
 #: chunk, the mean of the previous chunk, or the mean of the chunk.
 BY = ("own", "first", "previous", "chunk")
-#: `by` of a head whose choice is given.
-KEPT = len(BY)
+#: `by` of a head whose choice is given: as pages; as summaries, numbered from 0; or as rows, which
+#: are the summaries and then the keys from the first real one on. Only the GPU kernel has the last two.
+KEPT, SUMMARIES, ROWS = range(len(BY), len(BY) + 3)
 
 
 @lru_cache(maxsize=512)
@@ -82,7 +87,8 @@ def list_shapes(rules: Sequence[int], queries: int, keys: int) -> tuple[tuple[in
         rule = HeadRule(*rules[i : i + width])
         if rule.page:
             # One chunk more at each end: padding decides where in its chunk the first query stands.
-            shapes.append((queries // rule.chunk + 2, min(rule.top, keys // rule.page)))
+            most = keys if rule.by in (SUMMARIES, ROWS) else keys // rule.page
+            shapes.append((queries // rule.chunk + 2, min(rule.top, most)))
         else:
             shapes.append((0, 0))
     return tuple(shapes)
@@ -111,11 +117,35 @@ def check_choice(chosen: Tensor, batch: int, shapes: Sequence[tuple[int, int]]) 
         )
 
 
-def check_spans(starts: Sequence[int], stops: Sequence[int], keys: int) -> None:
-    """Raise ValueError unless all spans lie in the keys that the kernels read."""
-    if not all(0 <= start <= stop <= keys for start, stop in zip(starts, stops, strict=True)):
+def check_spans(starts: Sequence[int], stops: Sequence[int], keys: int, first: int = 0) -> None:
+    """Raise ValueError unless all spans lie in the keys that the kernels read.
+
+    Args:
+        starts, stops: Of each batch element.
+        keys: Number of keys, summaries included.
+        first: Number of summaries before the keys.
+    """
+    if not all(first <= start <= stop <= keys for start, stop in zip(starts, stops, strict=True)):
         raise ValueError(
-            f"selected attention: spans {starts}, {stops}; allowed: 0 <= start <= stop <= {keys} keys"
+            f"selected attention: spans {starts}, {stops}; allowed: {first} <= start <= stop <= {keys} keys"
+        )
+
+
+def check_summaries(
+    rules: Sequence[HeadRule], summaries: int, window: int | None, is_on_cpu: bool
+) -> None:
+    """Raise ValueError unless summaries, rules and the engine fit together.
+
+    Args:
+        rules: Of all heads.
+        summaries, window: As in `SelectedKernel.attend`.
+        is_on_cpu: Whether the kernel is that for CPUs.
+    """
+    listing = [rule.by in (SUMMARIES, ROWS) for rule in rules]
+    if (summaries or any(listing)) and (not all(listing) or is_on_cpu or window is not None):
+        raise ValueError(
+            f"selected attention: {summaries} summaries, {sum(listing)} of {len(rules)} rules that list rows, "
+            f"window={window}; allowed: summaries with rows listed by every rule, on a GPU, without a window"
         )
 
 
@@ -135,18 +165,21 @@ class SelectedKernel:
     Args:
         name: Name of the operator; the backward operator's name is this and "_backward".
         compute: Computes attention. Arguments: query, key, value, chosen, rules, spans, offset,
-            scale, softcap, window, sinks, bias, as in `attend`; `chosen` is `Lists.rows`, `rules`
-            comes from `flatten_rules`, `spans` has all starts and then all stops, and 0 means no
-            softcap and no window. Returns the output [B, H, N, dv], and `lse`, float32 [2, B, H,
+            scale, softcap, window, summaries, sinks, bias, as in `attend`; `chosen` is
+            `Lists.rows`, `rules` comes from `flatten_rules`, `spans` has all starts and then all
+            stops, and 0 means no softcap and no window. Returns the output [B, H, N, dv], and `lse`, float32 [2, B, H,
             N]: the largest logit of each row, and 1 over its sum of weights.
-        differentiate: Returns the gradients of query, key, value and sinks in their dtypes; the
-            last is empty without sinks. Arguments: grad, the results of `compute`, its arguments.
+        differentiate: Returns the gradients of query, key, value and sinks in their dtypes, and
+            that of the bias in float32. That of the sinks is empty without sinks, that of the bias
+            without a bias or where the engine has none. Arguments: grad, the results of `compute`,
+            its arguments.
         returned: Dtype of the output of `compute`; None: that of the query.
         backend: Name of the engine, for errors.
 
     Attributes:
         chooses_pages: Whether the engine has a function that chooses the pages of `Pages`: the
             compiled library for CPUs has one. For other kernels torch chooses.
+        differentiates_bias: Whether the engine has the gradient of the bias: that of GPUs has it.
     """
 
     def __init__(
@@ -159,6 +192,7 @@ class SelectedKernel:
     ):
         self.compute = compute
         self.chooses_pages = backend == "cpu"
+        self.differentiates_bias = backend == "triton"
         self.operator = torch.library.custom_op(name, compute, mutates_args=())
         gradients = torch.library.custom_op(f"{name}_backward", differentiate, mutates_args=())
 
@@ -168,10 +202,12 @@ class SelectedKernel:
             return out, query.new_empty(2, *query.shape[:3], dtype=torch.float32)
 
         def make_fake_gradients(grad, out, lse, query, key, value, *settings):
-            sinks = settings[-2]
-            like = lse if sinks is None else sinks
+            sinks, bias = settings[-2:]
             d_query, d_key, d_value = (t.new_empty(t.shape) for t in (query, key, value))
-            return d_query, d_key, d_value, like.new_empty(0 if sinks is None else sinks.shape)
+            d_sinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+            has_bias = bias is not None and self.differentiates_bias
+            d_bias = lse.new_empty(bias.shape if has_bias else 0)
+            return d_query, d_key, d_value, d_sinks, d_bias
 
         def save_for_backward(ctx, inputs, output):
             query, key, value, chosen, *ctx.settings, sinks, bias = inputs
@@ -179,9 +215,11 @@ class SelectedKernel:
 
         def pull_back(ctx, grad, _):
             *saved, sinks, bias = ctx.saved_tensors
-            *vectors, d_sinks = gradients(grad, *saved, *ctx.settings, sinks, bias)
-            # No gradients for `chosen`, the six settings, and the bias.
-            return *vectors, *[None] * 7, None if sinks is None else d_sinks, None
+            *vectors, d_sinks, d_bias = gradients(grad, *saved, *ctx.settings, sinks, bias)
+            d_sinks = None if sinks is None else d_sinks
+            d_bias = d_bias.to(bias.dtype) if d_bias.numel() else None
+            # No gradients for `chosen` and the seven settings.
+            return *vectors, *[None] * 8, d_sinks, d_bias
 
         self.operator.register_fake(make_fake_output)
         gradients.register_fake(make_fake_gradients)
@@ -201,6 +239,7 @@ class SelectedKernel:
         scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
+        summaries: int = 0,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
@@ -219,9 +258,13 @@ class SelectedKernel:
             softcap: Logits become softcap * tanh(logit / softcap). None: no cap.
             window: Sliding window of the attention layer: a query sees only the last `window`
                 keys. None: no window.
+            summaries: Number of first rows of `key` and `value` that are summaries; 0: none. Spans
+                and the offset count them. There may be no window then, and rules choose by
+                `SUMMARIES` or `ROWS`.
             sinks: [H], learned sink logits: each takes weight in the softmax but has no value. They
                 have nothing to do with `HeadRule.sinks`, the number of first keys.
-            bias: [B, H, M], added to the logits of each key after the softcap. It gets no gradient.
+            bias: [B, H, M], added to the logits of each key after the softcap. Only the kernel for
+                GPUs has its gradient.
 
         Returns:
             [B, H, N, dv] in the dtype of the query; 0 for queries before the first key.
@@ -239,15 +282,20 @@ class SelectedKernel:
         if chosen is None:
             places = sum(chunks * most for chunks, most in shapes)
             chosen = Lists(query.new_full((batch, places), -1, dtype=torch.int32), shapes)
-        starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
-        check_spans(starts, stops, key.shape[2])
+        starts, stops = spans or ([summaries] * batch, [key.shape[2]] * batch)
+        check_spans(starts, stops, key.shape[2], summaries)
         check_choice(chosen.rows, batch, shapes)
+        check_summaries(rules, summaries, window, self.chooses_pages)
+        if bias is not None and bias.requires_grad and not self.differentiates_bias:
+            raise ValueError(
+                "selected attention: a bias that needs a gradient on a CPU; allowed: bias.detach(), or a GPU"
+            )
         scale = float(d**-0.5 if scale is None else scale)
         learnable = [query, key, value]
-        if sinks is not None:
-            learnable.append(sinks)
+        learnable += [t for t in (sinks, bias) if t is not None]
         run = self.compute if is_direct(*learnable) else self.operator
-        settings = flat, [*starts, *stops], offset, scale, softcap or 0.0, window or 0
+        capped, windowed = softcap or 0.0, window or 0
+        settings = flat, [*starts, *stops], offset, scale, capped, windowed, summaries
         out, _ = run(query, key, value, chosen.rows, *settings, sinks, bias)
         return out.to(query.dtype)
 

@@ -152,7 +152,7 @@ def test_pages_that_all_queries_of_a_block_chose_need_no_mask(device):
     table = chosen.of_heads()[0]
     table[:] = torch.tensor([0, 1, 2, -1, -1, -1])
     table[:, 6, 3] = 9  # one chunk of the second block chooses another page
-    settings = [*rule], [0, 128], 0, 1.0, 0.0, 0, None, None
+    settings = [*rule], [0, 128], 0, 1.0, 0.0, 0, 0, None, None
     call = ListedCall(*(t.to(device) for t in (q, k, v, chosen.rows)), *settings)
     ((group, first, blocks),) = call.list_launches()
     tables = call.make_tables(group, first, blocks)

@@ -27,7 +27,8 @@ def specs():
     return sorted({score(q, q, learned(2)).score_key for score in SCORES.values()})
 
 
-def fits(built, d=64):
+def fits(built, d=64, more=0):
+    """Check shared memory and spilled bytes, of which `more` are allowed."""
     assert built
     for b in built:
         assert b.shared <= CHIPS[b.capability], b
@@ -35,7 +36,7 @@ def fits(built, d=64):
         of = [b for b in built if (b.kernel, b.capability) == (kernel, capability)]
         assert min(b.shared for b in of) <= SMALL, (kernel, capability)
         if d == 64 or capability == 90:
-            assert min(b.spilled for b in of) <= SPILLED[capability], [
+            assert min(b.spilled for b in of) <= SPILLED[capability] + more, [
                 (b.kernel, b.config, b.spilled) for b in of
             ]
 
@@ -145,23 +146,34 @@ def test_decoding(monkeypatch):
     assert built[0].shared <= SMALL and built[0].spilled == 0
 
 
-#: The same for listed keys, by the keys of a page and the width: clean tiles, and tiles with keys
-#: that some queries of a block have chosen.
-LISTED = {(16, 64): (12, 16), (16, 128): (14, 18), (1, 64): (12, 16), (1, 128): (15, 18)}
+#: The same for listed keys, by the keys of a page, the width, and whether there are summaries: clean
+#: tiles, and tiles with keys that some queries of a block have chosen.
+LISTED = {
+    (16, 64, False): (12, 16),
+    (16, 128, False): (14, 18),
+    (1, 64, False): (12, 16),
+    (1, 128, False): (15, 18),
+    # Their bias has to be loaded and added.
+    (16, 64, True): (15, 19),
+    (16, 128, True): (19, 22),
+}
 
 
 @slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page, d", LISTED)
-def test_instructions_for_each_listed_pair(monkeypatch, page, d):
+@pytest.mark.parametrize("page, d, has_summaries", LISTED)
+def test_instructions_for_each_listed_pair(monkeypatch, page, d, has_summaries):
     with compiling(monkeypatch, [90], every=False) as built:
-        listed(page, d)
-    fits([b for b in built if b.kernel.startswith("listed")])
+        listed(page, d, summaries=128 * has_summaries)
+    # The gradient of the bias takes registers of the backward kernel for keys.
+    fits([b for b in built if b.kernel.startswith("listed")], more=32 * has_summaries)
     forward = next(b for b in built if b.kernel == "listed_forward")
     counted = [forward.per_pair(len(loop)) for loop in forward.loops if len(loop) > 100]
     # The loops of clean, chosen and edge tiles, in this order; the last one has no bar.
     assert len(counted) == 3
-    assert all(0 < n <= bar for n, bar in zip(counted[:2], LISTED[page, d], strict=True)), counted
+    assert all(
+        0 < n <= bar for n, bar in zip(counted[:2], LISTED[page, d, has_summaries], strict=True)
+    ), counted
 
 
 @slow

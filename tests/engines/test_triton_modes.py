@@ -58,7 +58,8 @@ def test_in_the_interpreter(which):
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
 def test_listed_keys_in_the_interpreter(which):
-    said = interpret("tests/engines/test_selected_triton.py", "-m", f"{which} and not gpu")
+    files = "tests/engines/test_selected_triton.py", "tests/mechanisms/test_hsa_triton.py"
+    said = interpret(*files, "-m", f"{which} and not gpu")
     assert " passed" in said and "failed" not in said
 
 

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from hf_hyperattn.engines import DistanceTerm, Options
 from hf_hyperattn.engines.score import parse_score_key
-from hf_hyperattn.engines.selected import HeadRule, flatten_rules, shapes_of_choice
+from hf_hyperattn.engines.selected import SUMMARIES, HeadRule, flatten_rules, shapes_of_choice
 from hf_hyperattn.engines.serialize import OperatorCall
 from hf_hyperattn.engines.triton import launch, selected
 
@@ -253,15 +253,31 @@ def find_loops(listing):
 
 
 def listed(
-    page, d=64, chunk=16, length=2048, heads=4, kv_heads=2, dtype=torch.bfloat16, gradients=True
+    page,
+    d=64,
+    chunk=16,
+    length=2048,
+    heads=4,
+    kv_heads=2,
+    dtype=torch.bfloat16,
+    gradients=True,
+    summaries=0,
 ):
-    """Launch the kernels for listed keys, on tensors that are never read."""
-    rules = [HeadRule(128, 4, page=page, chunk=chunk, top=8)] * heads
-    shapes = shapes_of_choice(rules, length, length)
+    """Launch the kernels for listed keys, on tensors that are never read.
+
+    With summaries they are called as HSA calls them: each chunk lists some, and there is a bias.
+    """
+    by = SUMMARIES if summaries else 0
+    rules = [HeadRule(128, 4, page=page, chunk=chunk, top=8, by=by)] * heads
+    queries = length - summaries
+    shapes = shapes_of_choice(rules, queries, length)
     chosen = torch.full((1, sum(chunks * most for chunks, most in shapes)), -1, dtype=torch.int32)
-    q = torch.empty(1, heads, length, d, dtype=dtype)
+    q = torch.empty(1, heads, queries, d, dtype=dtype)
     k, v = (torch.empty(1, kv_heads, length, d, dtype=dtype) for _ in "kv")
-    settings = list(flatten_rules(tuple(rules))), [0, length], 0, d**-0.5, 0.0, 0, None, None
+    bias = torch.empty(1, heads, length) if summaries else None
+    spans, offset = [summaries, length], summaries
+    numbers = list(flatten_rules(tuple(rules)))
+    settings = numbers, spans, offset, d**-0.5, 0.0, 0, summaries, None, bias
     out, lse = selected.compute_attention(q, k, v, chosen, *settings)
     if gradients:
         selected.compute_gradients(out, out, lse, q, k, v, chosen, *settings)

@@ -14,7 +14,7 @@ from hf_hyperattn.engines import Options, dot_score
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.config import Rule
-from hf_hyperattn.mechanisms.hsa.means_kept import attend_evicted, read_levels
+from hf_hyperattn.mechanisms.hsa.means_kept import attend_cover, read_levels
 from hf_hyperattn.mechanisms.hsa.request import Request, attend_hierarchically
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from hyperattn_cli.shared import smollm2
@@ -369,7 +369,7 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
         query, offset = new(4, 1), cache.length - 1
         asked = rule | {"offset": offset, "scale": 0.3}
         if ways == "torch":
-            out = attend_evicted(query, levels, *split_names(rule | {"offset": offset}), 0.3)
+            out = attend_cover(query, levels, *split_names(rule | {"offset": offset}), 0.3)
         else:
             out, _ = attend_named(query, levels, is_causal=True, backend="native", **asked)
         exact, _ = key_tied(

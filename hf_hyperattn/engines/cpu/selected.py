@@ -177,10 +177,11 @@ def compute_attention(
     scale: float,
     softcap: float,
     window: int,
+    summaries: int,
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention; the arguments are those of `pack_selected`.
+    """Compute attention; the arguments are those of `pack_selected`, and no `summaries`.
 
     Returns:
         The output, float32 [B, H, N, dv]. Then [2, B, H, N]: the largest logit of each row, and 1
@@ -222,12 +223,13 @@ def compute_gradients(
     scale: float,
     softcap: float,
     window: int,
+    summaries: int,
     sinks: Tensor | None,
     bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks in their dtypes.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and sinks in their dtypes, and an empty tensor.
 
-    The last one is empty without sinks.
+    That of the sinks is empty, too, without sinks. The kernel has no gradient of the bias.
     """
     core = library.core()
     tensors = [_make_rows_dense(t) for t in (query, key, value)]
@@ -262,7 +264,7 @@ def compute_gradients(
         for t, like in zip(sums, (key, value), strict=True)
     )
     d_sinks = differentiate_sinks(grad, sinks, out, lse)
-    return d_query.to(query.dtype), d_key, d_value, d_sinks
+    return d_query.to(query.dtype), d_key, d_value, d_sinks, lse.new_empty(0)
 
 
 #: Attention on the CPU, as a function and as an operator.

@@ -20,7 +20,10 @@ from .tile import load_vectors, locate_head, multiply_tiles
 # A *position* counts from the first real key of a text; an *index* counts padding, too. A *block* is
 # BM queries at neighbouring positions, and begins at a multiple of BM. A *tile* has BN keys, and a
 # *slot* is one column of a tile. Near keys are all keys from the page on that is near the first
-# query of the block. The keys of a block come in three kinds of tiles, each with its own loop:
+# query of the block. *Summaries* are rows before all texts, such as means of windows. Their
+# positions are below 0, so they are seen only if they are listed, as pages of one key.
+#
+# The keys of a block come in three kinds of tiles, each with its own loop:
 #
 #   clean    Keys that all queries of the block see, without a mask: listed pages that all queries
 #            have chosen, and the middle of the near keys.
@@ -42,7 +45,17 @@ from .tile import load_vectors, locate_head, multiply_tiles
 #: A position behind all queries: no query sees it.
 FAR = tl.constexpr(2**30)
 #: Numbers that change from call to call. Not specialized: one compiled kernel serves all.
-LENGTHS = ["n", "m", "pages", "blocks", "first_block", "row_step", "offset", "window"]
+LENGTHS = [
+    "n",
+    "m",
+    "pages",
+    "blocks",
+    "first_block",
+    "row_step",
+    "offset",
+    "window",
+    "summaries",
+]
 
 
 @triton.jit
@@ -121,16 +134,18 @@ def place_queries(base, first, last, rule, BM: tl.constexpr):
 
 
 @triton.jit
-def load_bits(BITS, j, sinks, pages, PAGE: tl.constexpr):
-    """Return the bits of keys; all bits for the first `sinks` keys.
+def load_bits(BITS, j, page, sinks, pages):
+    """Return the bits of keys; all bits for the first `sinks` keys of the text.
 
     Args:
         BITS: Pointer to the bits of the block's pages, int32 [pages].
         j: Positions of the keys; FAR for slots without a key.
+        page: Place of each key's page in the table.
         sinks: Number of first keys that all queries see.
+        pages: Number of pages in the table.
     """
-    bits = tl.load(BITS + j // PAGE, mask=j // PAGE < pages, other=0)
-    return tl.where(j < sinks, -1, bits)
+    bits = tl.load(BITS + page, mask=page < pages, other=0)
+    return tl.where((j >= 0) & (j < sinks), -1, bits)
 
 
 @triton.jit
@@ -271,38 +286,57 @@ def compute_scores(q, k, BIAS, start, j, scale, softcap, PLAIN: tl.constexpr, CA
         start, j: As in `load_rows`.
         scale, softcap: As in `SelectedKernel.attend`.
         PLAIN: Whether there is no softcap, no bias, and a positive scale. The result is then not
-            yet multiplied by the scale; otherwise it is in nats.
+            yet multiplied by the scale; otherwise it is in base 2. See `unit_in_nats`.
         CAPPED: Whether there is a softcap.
     """
     s = multiply_tiles(q, tl.trans(k))
     slope = 1.0
-    if not PLAIN:
-        s = s * scale
     if CAPPED:
-        share = tanh(s / softcap)
-        s = softcap * share
+        share = tanh(s * (scale / softcap))
+        s = share * (softcap * LOG2E)
         slope = 1 - share * share
+    elif not PLAIN:
+        s = s * (scale * LOG2E)
     if BIAS is not None:
-        s += tl.load(BIAS + start + j, mask=j < FAR, other=0.0)[None, :]
+        s += load_bias(BIAS, start, j)[None, :]
     return s, slope
 
 
 @triton.jit
-def raise_to_weights(s, top, nats, PLAIN: tl.constexpr):
-    """Return e^(nats * (s - top)).
+def load_bias(BIAS, start, j):
+    """Return the bias of keys in base 2, [BN]; arguments as for `compute_scores`."""
+    # Loaded twice, as a tile of two columns, for the reason in `tile.load_records`.
+    at = (start + j)[:, None] + tl.arange(0, 2)[None, :] * 0
+    bias = tl.load(BIAS + at, mask=(j < FAR)[:, None], other=0.0)
+    # A row may see only keys with a bias of about -3.4e38, as additive masks have it. These must
+    # not become -inf.
+    bias = tl.where(bias == float("-inf"), bias, tl.maximum(bias * LOG2E, -3.0e38))
+    return tl.split(bias)[0]
+
+
+@triton.jit
+def unit_in_nats(scale, PLAIN: tl.constexpr):
+    """Return how many nats are 1 in the unit of the results of `compute_scores`."""
+    if PLAIN:
+        return scale
+    else:
+        return 1 / LOG2E
+
+
+@triton.jit
+def raise_to_weights(s, top, scale, PLAIN: tl.constexpr):
+    """Return the weights e^(logit - largest logit).
 
     Args:
         s: Logits from `compute_scores`.
         top: The largest logit of each row, which broadcasts to `s`.
-        nats: Factor from logits to nats.
-        PLAIN: As for `compute_scores`. If so, one operation per pair is saved. With a bias it
-            would fail for rows that see only logits of about -3.4e38.
+        scale, PLAIN: As for `compute_scores`.
     """
     if PLAIN:
-        unit = nats * LOG2E
+        unit = scale * LOG2E
         return tl.exp2(s * unit - top * unit)
     else:
-        return tl.exp2((s - top) * LOG2E)
+        return tl.exp2(s - top)
 
 
 @triton.jit
@@ -312,6 +346,20 @@ def locate_bias(BIAS, b, h):
     if BIAS[0] is not None:
         found = BIAS[0] + b.to(tl.int64) * BIAS[1][0] + h.to(tl.int64) * BIAS[1][1]
     return found
+
+
+@triton.jit
+def place_row(row, start, stop, summaries):
+    """Return the positions of summaries and keys, which are numbered one after the other.
+
+    Args:
+        row: Numbers: summaries have the first ones, and then the keys of the text.
+        start, stop: Of the batch element.
+        summaries: Number of summaries.
+    """
+    # Padding may stand between the summaries and the first key of the text.
+    j = tl.where(row < summaries, row - start, row - summaries)
+    return tl.where(j < stop - start, j, FAR)
 
 
 @triton.jit
@@ -345,6 +393,7 @@ def listed_forward(
     row_step,
     offset,
     window,
+    summaries,
     scale,
     softcap,
     PLAIN: tl.constexpr,
@@ -378,10 +427,10 @@ def listed_forward(
         batch: B.
         heads, n, m: H, N, M.
         members: Number of heads of this launch.
-        pages: Number of pages in the tables.
+        pages: Number of pages in the tables: each summary, then the pages of a text.
         blocks, first_block: Number of blocks of the tables, and the first of them.
         row_step: B * H * N.
-        offset, window, scale, softcap: As in `SelectedKernel.attend`.
+        offset, window, summaries, scale, softcap: As in `SelectedKernel.attend`.
         PLAIN: See `compute_scores`.
         GROUP: Query heads that share a key head.
         PAGE: Keys of a page in the tables, at most BN.
@@ -425,7 +474,7 @@ def listed_forward(
     first_end = find_first_range(sinks, begin, PAGE)
     first_tiles = tl.cdiv(first_end, BN)
 
-    nats = scale if PLAIN else 1.0
+    nats = unit_in_nats(scale, PLAIN)
     total = tl.zeros([BM, BDV], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
@@ -464,7 +513,7 @@ def listed_forward(
                 seen = is_chosen(p, bit, j, bits, window, WINDOWED)
                 s = tl.where(seen, s, float("-inf"))
             elif KIND == 2:
-                bits = load_bits(bits_of, j, sinks, pages, PAGE)
+                bits = load_bits(bits_of, j, summaries + j // PAGE, sinks, pages)
                 s = tl.where(is_seen(p, lowest, bit, j, bits, window, WINDOWED), s, float("-inf"))
 
             # Online softmax.
@@ -474,8 +523,8 @@ def listed_forward(
             safe_top = new
             if KIND > 0 or not PLAIN:
                 safe_top = tl.where(new == float("-inf"), 0.0, new)
-            w = raise_to_weights(s, safe_top[:, None], nats, PLAIN)
-            shrink = raise_to_weights(top, safe_top, nats, PLAIN)
+            w = raise_to_weights(s, safe_top[:, None], scale, PLAIN)
+            shrink = raise_to_weights(top, safe_top, scale, PLAIN)
             weight = weight * shrink + tl.sum(w, 1)
             top = new
 
@@ -512,7 +561,9 @@ def compute_slopes(
     PLAIN: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Return the weights of a tile and the gradients of its dot products, both [BM, BN].
+    """Return the weights of a tile and two gradients, each [BM, BN].
+
+    The first gradient is of the logits after softcap and bias, the second of the dot products.
 
     Args:
         q, k, v: [BM, BD], [BN, BD] and [BN, BDV].
@@ -523,12 +574,14 @@ def compute_slopes(
         bias, start, j, scale, softcap, PLAIN, CAPPED: As for `compute_scores`.
     """
     s, slope = compute_scores(q, k, bias, start, j, scale, softcap, PLAIN, CAPPED)
-    # LSE is in nats; rows that see nothing have a top of +inf, and weights of 0.
-    nats = scale if PLAIN else 1.0
-    s = tl.where(seen, s * nats, float("-inf"))
+    # LSE is in nats; rows that see nothing have a top of +inf, and weights of 0. The same product
+    # gave the largest logit in LSE, so that the difference of the two is exact, however large both
+    # are.
+    s = tl.where(seen, s * unit_in_nats(scale, PLAIN), float("-inf"))
     w = tl.exp2((s - top[:, None]) * LOG2E) * share[:, None]
     d_w = multiply_tiles(grad, tl.trans(v))
-    return w, w * (d_w - delta[:, None]) * slope * scale
+    d_logits = w * (d_w - delta[:, None])
+    return w, d_logits, d_logits * slope * scale
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -555,6 +608,7 @@ def listed_backward_query(
     row_step,
     offset,
     window,
+    summaries,
     scale,
     softcap,
     PLAIN: tl.constexpr,
@@ -622,7 +676,7 @@ def listed_backward_query(
                 j, bits = place_chosen(listed, t * (BN // PAGE), entries, spare, PAGE, BN)
             else:
                 j = place_edge(t, first_tiles, first_end, begin, end, BN)
-                bits = load_bits(bits_of, j, sinks, pages, PAGE)
+                bits = load_bits(bits_of, j, summaries + j // PAGE, sinks, pages)
             k = load_rows(keys, start, j, width, D, D < BD, KIND == 2)
             v = load_rows(values, start, j, width_v, DV, DV < BDV, KIND == 2)
 
@@ -647,7 +701,7 @@ def listed_backward_query(
                 softcap,
                 PLAIN,
                 CAPPED,
-            )[1]
+            )[2]
 
             # Accumulate.
             total += multiply_tiles(slopes.to(k.dtype), k)
@@ -671,6 +725,7 @@ def listed_backward_key(
     DELTA,
     D_K,
     D_V,
+    D_BIAS,
     batch,
     heads,
     members,
@@ -682,6 +737,7 @@ def listed_backward_key(
     row_step,
     offset,
     window,
+    summaries,
     scale,
     softcap,
     PLAIN: tl.constexpr,
@@ -703,6 +759,7 @@ def listed_backward_key(
             blocks], and to their number, int32 [B, members, tiles].
         D_K, D_V: Float32 [B, H, M, D] and [B, H, M, DV]. The kernel adds to them; launches for
             other blocks follow one another, so sums do not change from run to run.
+        D_BIAS: Float32 [B, H, M], to which the kernel adds likewise; None if there is no bias.
 
     The other arguments are as for `listed_backward_query`.
     """
@@ -714,8 +771,9 @@ def listed_backward_key(
     rule = read_rule(RULES, member)
     h, sinks = rule[0], rule[2]
     start, stop = tl.load(SPANS + b), tl.load(SPANS + batch + b)
-    j = tile * BN + tl.arange(0, BN)
-    j = tl.where(j < stop - start, j, FAR)
+    row = tile * BN + tl.arange(0, BN)
+    page = row // PAGE
+    j = place_row(row, start, stop, summaries)
 
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     queries, grads = locate_head(Q, b, h), locate_head(GRAD, b, h)
@@ -724,6 +782,7 @@ def listed_backward_key(
     k = load_rows(keys, start, j, width, D, D < BD, True)
     v = load_rows(values, start, j, width_v, DV, DV < BDV, True)
     d_k, d_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
+    d_bias = tl.zeros([BN], tl.float32)
     member_of = (b * members + member).to(tl.int64)
     readers = READERS[0] + (member_of * tiles + tile) * blocks
     for x in range(0, tl.load(READERS[1] + member_of * tiles + tile)):
@@ -740,15 +799,17 @@ def listed_backward_key(
 
         # Scores and slopes.
         bits_of = TABLES[0] + (member_of * blocks + block) * pages
-        bits = load_bits(bits_of, j, sinks, pages, PAGE)
+        bits = load_bits(bits_of, j, page, sinks, pages)
         seen = is_seen(p, lowest, bit, j, bits, window, WINDOWED) & inside[:, None]
-        w, slopes = compute_slopes(
+        w, d_logits, slopes = compute_slopes(
             q, k, v, grad, top, share, delta, seen, bias, start, j, scale, softcap, PLAIN, CAPPED
         )
 
         # Accumulate.
         d_k += multiply_tiles(tl.trans(slopes.to(q.dtype)), q)
         d_v += multiply_tiles(tl.trans(w.to(grad.dtype)), grad)
+        if D_BIAS is not None:
+            d_bias += tl.sum(d_logits, 0)
 
     # Add to the sums of earlier launches.
     line = (b * heads + h).to(tl.int64) * m + start + j
@@ -759,6 +820,9 @@ def listed_backward_key(
     mask = there & (width_v[None, :] < DV)
     out = D_V + line[:, None] * DV + width_v[None, :]
     tl.store(out, d_v + tl.load(out, mask=mask, other=0.0), mask=mask)
+    if D_BIAS is not None:
+        out = D_BIAS + line
+        tl.store(out, d_bias + tl.load(out, mask=j < FAR, other=0.0), mask=j < FAR)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -773,6 +837,7 @@ def write_lists(
     blocks,
     first_block,
     offset,
+    summaries,
     PAGE: tl.constexpr,
     BM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -801,6 +866,9 @@ def write_lists(
     bits_of, listed = TABLES[0] + table * pages, TABLES[1] + table * pages * 2
     # The pages before the near ones. A last page that is not complete is never listed.
     end = tl.minimum(find_near(first, near, chunk, step) // PAGE, (stop - start) // PAGE)
+    # Places in the table: of the first page that may be listed, and behind the last one.
+    begin = tl.where(summaries > 0, 0, tl.cdiv(sinks, PAGE))
+    end = tl.minimum(summaries + end, pages)
     if last < first:
         end = 0
     # The bits of the chunks that have queries in the block.
@@ -809,12 +877,14 @@ def write_lists(
     count = 0
     # PASS 0: pages that all queries have chosen, 1: pages that only some have chosen.
     for PASS in tl.static_range(2):
-        for at in range(tl.cdiv(sinks, PAGE), end, WIDTH):
-            page = at + tl.arange(0, WIDTH)
-            bits = tl.load(bits_of + page, mask=page < end, other=0)
+        for at in range(begin, end, WIDTH):
+            place = at + tl.arange(0, WIDTH)
+            page = tl.where(place < summaries, place - start, place - summaries)
+            is_free = (place < end) & ((page < 0) | (page * PAGE >= sinks))
+            bits = tl.load(bits_of + place, mask=is_free, other=0)
             whole = (bits & every) == every
             found = whole if PASS == 0 else (bits != 0) & (whole == 0)
-            found = (found & (page < end)).to(tl.int32)
+            found = (found & is_free).to(tl.int32)
             entry = listed + 2 * (count + tl.cumsum(found, 0) - 1)
             tl.store(entry, page, mask=found != 0)
             tl.store(entry + 1, bits, mask=found != 0)

@@ -63,6 +63,7 @@ class ListedCall:
         scale: float,
         softcap: float,
         window: int,
+        summaries: int,
         sinks: Tensor | None,
         bias: Tensor | None,
         has_grad: bool = False,
@@ -72,7 +73,7 @@ class ListedCall:
         self.batch, self.heads, self.n, self.d = query.shape
         self.kv_heads, self.m = key.shape[1:3]
         self.dv = value.shape[-1]
-        self.offset = offset
+        self.offset, self.summaries = offset, summaries
         self.sinks = None if sinks is None else sinks.float().contiguous()
         self.bias = None if bias is None else make_rows_dense(bias.float())
         self.chosen = Lists(chosen, list_shapes(rules, self.n, self.m))
@@ -105,6 +106,7 @@ class ListedCall:
             "row_step": self.batch * self.heads * self.n,
             "offset": offset,
             "window": window,
+            "summaries": summaries,
             "scale": scale,
             "softcap": softcap,
             "PLAIN": not softcap and bias is None and scale > 0,
@@ -123,7 +125,9 @@ class ListedCall:
     def list_launches(self) -> Iterator[tuple[ListedRules, int, int]]:
         """Yield the heads, the first block and the number of blocks of each launch."""
         for group in self.groups:
-            for launch in split_blocks(group, self.batch, self.n, self.m, self.most_bytes):
+            for launch in split_blocks(
+                group, self.batch, self.n, self.m, self.summaries, self.most_bytes
+            ):
                 yield group, *launch
 
     def make_tables(self, group: ListedRules, first: int, blocks: int) -> Tables:
@@ -136,6 +140,7 @@ class ListedCall:
             self.offset,
             self.n,
             self.m,
+            self.summaries,
             first,
             blocks,
         )
@@ -171,12 +176,25 @@ def compute_attention(
     scale: float,
     softcap: float,
     window: int,
+    summaries: int,
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention; see `compute` of `SelectedKernel`. The output has the query's dtype."""
     call = ListedCall(
-        query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias
+        query,
+        key,
+        value,
+        chosen,
+        rules,
+        spans,
+        offset,
+        scale,
+        softcap,
+        window,
+        summaries,
+        sinks,
+        bias,
     )
     shape = call.batch, call.heads, call.n
     make = query.new_zeros if call.is_padded else query.new_empty
@@ -243,6 +261,7 @@ def launch_backward(
     d_query: Tensor,
     d_key: Tensor,
     d_value: Tensor,
+    d_bias: Tensor | None,
 ) -> None:
     """Compute the gradients of the queries of some blocks; add to those of keys and values.
 
@@ -251,16 +270,18 @@ def launch_backward(
         group, first, blocks: From `ListedCall.list_launches`.
         read: GRAD, LSE and DELTA of the kernels.
         d_query: Written.
-        d_key, d_value: Float32 sums, to which this launch adds.
+        d_key, d_value, d_bias: Float32 sums, to which this launch adds; None without a bias.
     """
     tables = call.make_tables(group, first, blocks)
     arguments = call.list_arguments(group, tables) | read
     programs = call.batch * len(group.heads)
     listed_backward_query[(programs * blocks,)](**arguments, D_Q=d_query)
     columns = call.config.columns
-    readers = find_readers(group, tables, call.spans, call.offset, call.n, call.m, columns)
+    readers = find_readers(
+        group, tables, call.spans, call.offset, call.n, call.m, call.summaries, columns
+    )
     listed_backward_key[(programs * -(-call.m // columns),)](
-        **arguments, READERS=readers, D_K=d_key, D_V=d_value
+        **arguments, READERS=readers, D_K=d_key, D_V=d_value, D_BIAS=d_bias
     )
 
 
@@ -278,12 +299,26 @@ def compute_gradients(
     scale: float,
     softcap: float,
     window: int,
+    summaries: int,
     sinks: Tensor | None,
     bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks; see `SelectedKernel`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value, sinks and bias; see `SelectedKernel`."""
     call = ListedCall(
-        query, key, value, chosen, rules, spans, offset, scale, softcap, window, sinks, bias, True
+        query,
+        key,
+        value,
+        chosen,
+        rules,
+        spans,
+        offset,
+        scale,
+        softcap,
+        window,
+        summaries,
+        sinks,
+        bias,
+        has_grad=True,
     )
     # The kernels multiply in the dtype of the values.
     grad = make_rows_dense(grad.to(value.dtype))
@@ -293,22 +328,25 @@ def compute_gradients(
     # Query heads that share a key head have sums of their own, in float32 until they are added.
     d_key = query.new_zeros((*query.shape[:2], call.m, call.d), dtype=torch.float32)
     d_value = query.new_zeros((*query.shape[:2], call.m, call.dv), dtype=torch.float32)
+    d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
     if not (out.numel() and call.m):
         return (
             d_query.zero_(),
             torch.zeros_like(key),
             torch.zeros_like(value),
             differentiate_sinks(grad, sinks, out, lse),
+            lse.new_zeros(0 if bias is None else bias.shape),
         )
     with use_device(query.device):
         read = {"GRAD": with_strides(grad), "LSE": lse, "DELTA": delta}
         for launch in call.list_launches():
-            launch_backward(call, *launch, read, d_query, d_key, d_value)
+            launch_backward(call, *launch, read, d_query, d_key, d_value, d_bias)
     return (
         d_query,
         sum_shared_heads(d_key, call.kv_heads).to(key.dtype),
         sum_shared_heads(d_value, call.kv_heads).to(value.dtype),
         differentiate_sinks(grad, sinks, out, lse),
+        lse.new_empty(0) if d_bias is None else d_bias,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..selected import HeadRule
+from ..selected import ROWS, SUMMARIES, HeadRule
 from ..selection import Lists
 from .listed import write_lists
 
@@ -59,10 +59,11 @@ class Tables:
     Args:
         first: Number of the first block; block 0 has the first real query.
         blocks: Number of blocks.
-        bits: int32 [B, members, blocks, pages]. Bit u of a page says whether chunk u of the block
-            has chosen it.
+        bits: int32 [B, members, blocks, pages]: of each summary, and then of each page of the text.
+            Bit u says whether chunk u of the block has chosen it.
         listed: int32 [B, members, blocks, pages, 2]: pages in the order in which the kernel reads
-            them, each with its bits. Only as many as `counts` says are set.
+            them, each with its bits. Only as many as `counts` says are set. Pages of a text count
+            from 0, so summaries have negative numbers.
         counts: int32 [B, members, blocks, 2]: number of pages that all queries of the block have
             chosen, and number of all listed pages.
     """
@@ -90,7 +91,8 @@ def group_rules(
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for head, rule in enumerate(rules):
-        about = divide_page(rule.page or NO_PAGE, columns), count_rows(rule, queries, rows)
+        page = 1 if lists_rows(rule) else divide_page(rule.page or NO_PAGE, columns)
+        about = page, count_rows(rule, queries, rows)
         groups.setdefault(about, []).append(head)
     found = []
     for (page, rows_of_block), heads in groups.items():
@@ -111,6 +113,24 @@ def group_rules(
             )
         )
     return found
+
+
+def lists_rows(rule: HeadRule) -> bool:
+    """Return whether the choice of a rule names single rows, of which some may be summaries."""
+    return rule.by in (SUMMARIES, ROWS)
+
+
+def count_pages(group: ListedRules, keys: int, summaries: int) -> int:
+    """Return the number of pages in the tables: of all that may be chosen, and one more.
+
+    Args:
+        group: The heads.
+        keys: Number of keys and summaries.
+        summaries: Number of summaries.
+    """
+    if all(rule.by == SUMMARIES for rule in group.rules):
+        return summaries + 1
+    return keys // group.page + 1
 
 
 def divide_page(page: int, columns: int) -> int:
@@ -142,28 +162,42 @@ def count_chunks(rule: HeadRule, rows: int) -> int:
 
 
 def split_blocks(
-    group: ListedRules, batch: int, queries: int, keys: int, most_bytes: int
+    group: ListedRules, batch: int, queries: int, keys: int, summaries: int, most_bytes: int
 ) -> list[tuple[int, int]]:
     """Return the first block and the number of blocks of each launch.
 
     Args:
         group: The heads.
         batch, queries, keys: B, N and M.
+        summaries: As in `SelectedKernel.attend`.
         most_bytes: Most bytes of the tables of a launch; one block may need more.
     """
     # There are most blocks if the first real query is the last one of its block.
     blocks = (queries + group.rows - 2) // group.rows + 1
     # For each page 4 bytes in `bits` and 8 in `listed`.
-    of_block = 12 * len(group.heads) * (keys // group.page + 1)
+    of_block = 12 * len(group.heads) * count_pages(group, keys, summaries)
     # `mark_pages` computes int64 numbers for each page that a chunk of one head has chosen, up to
     # three at a time.
     of_block += max(
-        24 * count_chunks(rule, group.rows) * min(rule.top * rule.page, keys) // group.page
+        24 * count_chunks(rule, group.rows) * count_chosen(rule, group.page, keys)
         for rule in group.rules
     )
     of_block *= max(1, batch)
     step = max(1, min(blocks, most_bytes // of_block))
     return [(first, min(step, blocks - first)) for first in range(0, blocks, step)]
+
+
+def count_chosen(rule: HeadRule, page: int, keys: int) -> int:
+    """Return the most pages of the tables that a chunk chooses.
+
+    Args:
+        rule: Of the head.
+        page: Keys of a page in the tables.
+        keys: M.
+    """
+    if lists_rows(rule):
+        return min(rule.top, keys)
+    return min(rule.top * rule.page, keys) // page
 
 
 def make_tables(
@@ -174,6 +208,7 @@ def make_tables(
     offset: int,
     queries: int,
     keys: int,
+    summaries: int,
     first: int,
     blocks: int,
 ) -> Tables:
@@ -186,9 +221,11 @@ def make_tables(
         starts: First real key of each row of the batch.
         offset: Index of the key that belongs to query 0.
         queries, keys: N and M.
+        summaries: As in `SelectedKernel.attend`.
         first, blocks: From `split_blocks`.
     """
-    bits = mark_pages(group, chosen, starts, offset, first, blocks, keys // group.page + 1)
+    pages = count_pages(group, keys, summaries)
+    bits = mark_pages(group, chosen, starts, offset, first, blocks, pages)
     listed = bits.new_empty(*bits.shape, 2)
     counts = bits.new_empty(*bits.shape[:3], 2)
     write_lists[(counts.numel() // 2,)](
@@ -202,6 +239,7 @@ def make_tables(
         blocks=blocks,
         first_block=first,
         offset=offset,
+        summaries=summaries,
         PAGE=group.page,
         BM=group.rows,
         WIDTH=min(WIDTH, triton.next_power_of_2(bits.shape[3])),
@@ -250,7 +288,7 @@ def mark_pages(
         listed = table.gather(1, index.expand(-1, -1, table.shape[2])).long()
         is_listed = is_there.flatten(1)[..., None] & (listed >= 0)
         # Each page of the rule is one or more pages of the tables.
-        parts = rule.page // group.page
+        parts = 1 if lists_rows(rule) else rule.page // group.page
         listed = (listed[..., None] * parts + torch.arange(parts, device=device)).flatten(2)
         # Empty entries mark the last page, which is set to 0 at the end.
         listed = listed.where(is_listed.repeat_interleave(parts, 2), pages - 1)
@@ -270,12 +308,13 @@ def find_readers(
     offset: int,
     queries: int,
     keys: int,
+    summaries: int,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the blocks that see some key of each tile of keys.
 
     Args:
-        group, spans, offset, queries, keys: As in `make_tables`.
+        group, spans, offset, queries, keys, summaries: As in `make_tables`.
         tables: Of the blocks.
         columns: Keys of a tile.
 
@@ -304,8 +343,9 @@ def find_readers(
     # An incomplete last page counts as near.
     lengths = (spans[1] - spans[0]).long()[:, None, None, None]
     near_begin = near_begin.minimum(lengths // group.page * group.page)
-    tile = torch.arange(tiles, device=device) * columns
-    is_read = (reads > 0) | (tile < sinks) | (tile + columns > near_begin)
+    # A tile that has summaries begins below 0.
+    tile = torch.arange(tiles, device=device) * columns - summaries
+    is_read = (reads > 0) | ((tile < sinks) & (tile + columns > 0)) | (tile + columns > near_begin)
     is_read = (is_read & (tile <= last) & (last >= first)).transpose(2, 3)
     order = is_read.logical_not().to(torch.int8).sort(dim=-1, stable=True).indices.to(torch.int32)
     return order.contiguous(), is_read.sum(-1, dtype=torch.int32)

@@ -74,8 +74,8 @@ def hierarchical_attention(
             opened.
         block_bias: key: added to the logit of closed blocks, a number or a tensor [H]; -inf drops
             them; None: 0.
-        backend: "auto"; with tying="key" also "native" (a compiled kernel for CPU) and "torch" (any
-            device, tree or mask).
+        backend: "auto"; with tying="key" also "native" (a compiled kernel for CPU), "triton" (a
+            kernel for GPUs, for causal calls over windows) and "torch" (any device, tree or mask).
 
     Returns:
         [B, H, N, dv] in the query's dtype. A query that sees no key gives 0. So does a query at a

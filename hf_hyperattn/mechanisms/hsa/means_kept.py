@@ -22,10 +22,13 @@ from ...utils.torch_private import count_dispatch_modes
 from ..selection.cache import EVICTING, Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair
 from ..selection.growing import TAKEN_BACK, GrowingTensor
 from .config import Rule, list_numbers
-from .open_blocks import first_near, is_open
+from .open_blocks import first_near, is_seen
 from .windowed import native
 from .windowed.key import attend_levels
 from .windowed.native import Levels
+
+#: Up to this many queries, tokens and means that some query sees are copied, and the others left out.
+FEW = 16
 
 
 class WindowMeans(KeptWithKeys):
@@ -222,8 +225,9 @@ def attend_cached(
     # FLOP counters see only operators, so under a dispatch mode the call must go through one.
     if levels is None or (cache.keep is None and count_dispatch_modes()):
         return None
-    if levels.held is not None and not native.can_serve(query):
-        return attend_evicted(query, levels, rule, options, scale)
+    is_few = query.shape[2] <= FEW and not any(list_numbers(rule.refine_top_k))
+    if (levels.held is not None or is_few) and not native.can_serve(query):
+        return attend_cover(query, levels, rule, options, scale)
     return attend_levels(query, levels, rule, options, scale, lse=False)[0]
 
 
@@ -290,18 +294,19 @@ def find_levels(
     return read_levels(cache, sizes, None if starts is None else starts.expand(len(query)))
 
 
-def attend_evicted(
+def attend_cover(
     query: Tensor, levels: Levels, rule: Rule, options: Options, scale: float
 ) -> Tensor:
     """Compute `attend_levels` in plain torch, causal and without refinement.
 
-    This serves calls that the kernel cannot compute after keys were evicted. Refinement would need
-    scores of these keys. The cover of a query follows from its position (docs/hsa.md), so one
-    softmax over the kept tokens and means is enough.
+    This serves calls that the kernel for CPUs cannot compute: a few queries, whose time is that of
+    their cover alone, and any queries after keys were evicted. Refinement would need scores of all
+    blocks. The cover of a query follows from its position (docs/hsa.md), so one softmax over the
+    tokens and means that are left is enough.
 
     Args:
         query: [B, H, N, d]; query i is token `options.offset + i` of the row.
-        levels: Kept tokens and means.
+        levels: Tokens and means, or those that were kept.
         rule, options, scale: As in `attend_levels`.
 
     Returns:
@@ -362,37 +367,3 @@ def attend_evicted(
     )
     # A query that sees nothing gives 0. SDPA does not promise this on every device.
     return out.masked_fill(mask.isneginf().all(-1, keepdim=True), 0.0)
-
-
-def is_seen(
-    sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor
-) -> Tensor:
-    """Return bool: whether causal queries attend to blocks of one level.
-
-    The blocks of level 0 are tokens. Windows are continued to the right: what a query sees does not
-    depend on how many tokens follow.
-
-    Args:
-        sizes: Window sizes, bottom first.
-        level: Level of the blocks.
-        index: Numbers of the blocks, which count from a row's first real token.
-        place: Places of the queries, which count likewise.
-        near, sinks: As in `is_open`.
-    """
-    widths = (1, *sizes)
-    start = place // sizes[0] * sizes[0]  # First token of the query's own window.
-
-    def stands_open(level: int, index: Tensor) -> Tensor:
-        first = index * widths[level]
-        left = start - (first + widths[level] - 1)
-        right = first - (start + sizes[0] - 1)
-        return is_open(first, left, right, near, sinks)
-
-    # A node is used if it is closed (or a token), and its parent is open.
-    if level:
-        seen = ((index + 1) * widths[level] <= start) & ~stands_open(level, index)
-    else:
-        seen = (index <= place) & (index >= 0)
-    if level == len(sizes):
-        return seen
-    return seen & stands_open(level + 1, index // (widths[level + 1] // widths[level]))

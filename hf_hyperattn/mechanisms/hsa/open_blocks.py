@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 
 def is_open(first: Any, left: Any, right: Any, near: Any, sinks: Any) -> Any:
     """Return whether blocks are open to a query by their position.
@@ -52,3 +54,42 @@ def first_near(own: int, near: int) -> int:
         near: As in `is_open`.
     """
     return max(0, own - max(near, 1) + 1)
+
+
+def is_seen(
+    sizes: tuple[int, ...],
+    level: int,
+    index: Tensor,
+    place: Tensor,
+    near: int | Tensor,
+    sinks: int | Tensor,
+) -> Tensor:
+    """Return bool: whether causal queries attend to blocks of one level.
+
+    The blocks of level 0 are tokens. Windows are continued to the right: what a query sees does not
+    depend on how many tokens follow.
+
+    Args:
+        sizes: Window sizes, bottom first.
+        level: Level of the blocks.
+        index: Numbers of the blocks, which count from a row's first real token.
+        place: Places of the queries, which count likewise.
+        near, sinks: As in `is_open`.
+    """
+    widths = (1, *sizes)
+    start = place // sizes[0] * sizes[0]  # First token of the query's own window.
+
+    def stands_open(level: int, index: Tensor) -> Tensor:
+        first = index * widths[level]
+        left = start - (first + widths[level] - 1)
+        right = first - (start + sizes[0] - 1)
+        return is_open(first, left, right, near, sinks)
+
+    # A node is used if it is closed (or a token), and its parent is open.
+    if level:
+        seen = ((index + 1) * widths[level] <= start) & ~stands_open(level, index)
+    else:
+        seen = (index <= place) & (index >= 0)
+    if level == len(sizes):
+        return seen
+    return seen & stands_open(level + 1, index // (widths[level + 1] // widths[level]))

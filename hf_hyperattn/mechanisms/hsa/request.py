@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
+from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads, triton
 from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
 from ...utils.readable import can_read, is_exporting, is_transformed
@@ -127,12 +127,15 @@ def attend_hierarchically(
 def _takes_raw_vectors(score: PairScore, value: Tensor, request: Request) -> bool:
     """Return whether a product of plain vectors can be computed from the vectors themselves.
 
-    Attention then reads a cache in place of these keys, or the kernel multiplies bfloat16 numbers.
+    Attention then reads a cache in place of these keys, or a kernel multiplies numbers in half
+    precision.
     """
     if not score.is_product or request.rule.tying != "key":
         return False
     raw = score.raw_query, score.raw_key, value
-    return request.cache is not None or all(map(native.takes_dtype, raw))
+    if request.cache is not None or all(map(native.takes_dtype, raw)):
+        return True
+    return value.device.type == "cuda" and triton.find_selected_obstacle(*raw) is None
 
 
 def attend_tied(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...config.fields import option
+from ..selection.best import select_best
 from .rules import RuleCall, share_of, sparse_rule
 from .selection import (
     CHUNK_HELP,
@@ -24,7 +25,6 @@ from .selection import (
     SelectingRule,
     Selector,
     limit_to_text,
-    select_best,
     split_chunks,
 )
 

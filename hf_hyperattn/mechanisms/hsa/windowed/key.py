@@ -3,13 +3,15 @@
 This module shows when the compiled kernel computes a call and when plain torch does; both agree,
 forward and backward.
 
-The kernel (native.py, engines/cpu/listed) computes the means of keys and values over windows once.
-Each query then reads only the means and tokens that it attends to. The means of earlier windows may
-come from a cache. Plain torch (tree/key.py) computes other trees, masks, devices and dtypes.
+The kernel for CPUs (native.py, engines/cpu/listed) computes the means of keys and values over
+windows once. Each query then reads only the means and tokens that it attends to. The means of
+earlier windows may come from a cache. On GPUs, listed.py does the same for causal calls. Plain
+torch (tree/key.py) computes other trees, masks, devices and dtypes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,11 +27,13 @@ from .. import operator
 from ..config import Rule
 from ..pairs import count_query_pairs
 from ..tree.key import attend_trees
-from . import native
+from . import listed, native
 from .native import Levels, pool_levels
 
+logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is added by Transformers
+
 #: Values of `backend` in `attend_keys`; "rows" is an older name of "torch".
-BACKENDS = ("auto", "torch", "native", "rows")
+BACKENDS = ("auto", "torch", "native", "rows", "triton")
 
 
 def attend_keys(
@@ -64,7 +68,8 @@ def attend_keys(
         rule: Its numbers may also be lists or tensors, and `block_bias` None.
         options: Mask and bias have four axes, and there is no softcap.
         scale: Factor of q·k.
-        backend: "auto", "native" (the compiled kernel), or "torch".
+        backend: "auto", "native" (the compiled kernel for CPUs), "triton" (the kernel for GPUs) or
+            "torch".
         weights: Also return the attention weights [B, H, N, M].
         place: int64 [B, M], the number of each key in its text, from which the sinks count if a
             mask packs several texts into a row; None: its number in the row.
@@ -78,20 +83,24 @@ def attend_keys(
     dtype = working_dtype(query)
     rule, options = spread_heads(rule, options, query, dtype)
     obstacle = _find_obstacle(hierarchy, rule, options, key.shape[2], weights)
-    if backend == "native" and obstacle is not None:
+    if backend in ("native", "triton") and obstacle is not None:
         raise ValueError(
-            f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'"
+            f"backend={backend!r} cannot compute {obstacle}; use backend='auto' or 'torch'"
         )
     readable = can_read(query)
-    serves = readable and _kernel_serves(query, backend)
+    on_gpu = obstacle is None and readable and _gpu_kernel_serves(query, options, backend)
+    # Dispatch modes such as FLOP counters need the operator.
+    if on_gpu and not count_dispatch_modes():
+        levels = Levels(hierarchy.sizes or (), (key,), (value,), hierarchy.starts, hierarchy.stops)
+        return listed.attend_listed(query, levels, rule, options, scale), None
     # Convert to the working dtype, unless the kernel multiplies bfloat16 directly.
     if len({t.dtype for t in (query, key, value)}) > 1 or not native.takes_dtype(query):
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    serves = readable and (on_gpu or _kernel_serves(query, backend))
     # A tensor that cannot be read is being traced: the operator chooses again when it runs.
     if obstacle is None and (serves or not readable):
         sizes, spans = hierarchy.sizes or (), (hierarchy.starts, hierarchy.stops)
-        # Dispatch takes a good part of a decoding step, so skip it without gradients. Dispatch
-        # modes such as FLOP counters need the operator.
+        # Dispatch takes a good part of a decoding step, so skip it without gradients.
         if serves and not torch.is_grad_enabled() and not count_dispatch_modes():
             levels = _pool_tokens(key, value, sizes, *spans)
             return attend_levels(query, levels, rule, options, scale, backend)[0], None
@@ -169,7 +178,7 @@ def attend_levels(
         rule, scale, backend: As in `attend_keys`.
         options: `is_causal`, `offset` and `sinks` are read.
         lse: If False, the log-sum-exp may be None. Decoding with refinement is then faster in the
-            kernel.
+            kernel for CPUs, and the kernel for GPUs, which has none, can compute the call.
 
     Returns:
         Output [B, H, N, dv], and log-sum-exp [B, H, N], +inf if a query sees nothing.
@@ -178,6 +187,8 @@ def attend_levels(
     rule, options = spread_heads(rule, options, query, dtype)
     if _kernel_serves(query, backend):
         return native.compute_forward(query, levels, rule, options, scale, lse)
+    if not lse and levels.held is None and _gpu_kernel_serves(query, options, backend):
+        return listed.attend_listed(query, levels, rule, options, scale), None
     # Plain torch computes its own means from the tokens.
     key, value = levels.keys[0], levels.values[0]
     hierarchy = Hierarchy(
@@ -185,6 +196,29 @@ def attend_levels(
     )
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return attend_trees(query * scale, key, value, hierarchy, rule, options)[:2]
+
+
+def _gpu_kernel_serves(query: Tensor, options: Options, backend: str) -> bool:
+    """Return whether the kernel for GPUs computes a call over windows.
+
+    Raises:
+        ValueError: backend="triton", and the kernel cannot compute the call.
+    """
+    is_asked = backend == "triton"
+    if not (is_asked or (backend == "auto" and query.device.type == "cuda")):
+        return False
+    obstacle = listed.find_obstacle(query, options)
+    if obstacle is None:
+        return True
+    if is_asked:
+        raise ValueError(
+            f"backend='triton' cannot compute this call: {obstacle}; use backend='auto' or 'torch'"
+        )
+    logger.warning_once(
+        "hf_hyperattn: hsa runs in plain torch on a GPU, which saves no time; the kernel does not take this call: "
+        f"{obstacle}"
+    )
+    return False
 
 
 def _kernel_serves(query: Tensor, backend: str) -> bool:
@@ -300,8 +334,11 @@ def _compute_gradients(
 
 def _compute_output(*call) -> tuple[Tensor, Tensor]:
     """Compute the operator "windowed": output and log-sum-exp."""
-    out: Any = attend_levels(*_read_call(*call))
-    return out
+    query, levels, rule, options, scale, backend = _read_call(*call)
+    # Only the backward pass of the kernel for CPUs reads the log-sum-exp.
+    needs_lse = _kernel_serves(query, backend)
+    out, lse = attend_levels(query, levels, rule, options, scale, backend, needs_lse)
+    return out, out.new_zeros(out.shape[:3]) if lse is None else lse
 
 
 operator.FUNCTIONS["windowed"] = operator.Function(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ....config.fields import option
+from ...selection.best import select_best
 from ..rules import RuleCall, share_of, sparse_rule
 from ..selection import (
     CHUNK_HELP,
@@ -19,7 +20,6 @@ from ..selection import (
     SELECTORS,
     SelectingRule,
     Selector,
-    select_best,
     split_chunks,
 )
 

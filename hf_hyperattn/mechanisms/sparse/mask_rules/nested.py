@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from ....config.fields import option
 from ....hierarchy.windows import checked_sizes
 from ...hsa.open_blocks import is_open
+from ...selection.best import select_best
 from ..pages import Summary, score_summaries
 from ..rules import RuleCall, share_of, sparse_rule
 from ..selection import (
@@ -24,7 +25,6 @@ from ..selection import (
     SMALL,
     SelectingRule,
     Selector,
-    select_best,
     split_chunks,
 )
 

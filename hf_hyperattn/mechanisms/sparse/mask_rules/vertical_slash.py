@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ....config.fields import option
+from ...selection.best import select_best
 from ..rules import RuleCall, SparseRule, share_of, sparse_rule
-from ..selection import SMALL, select_best, split_chunks
+from ..selection import SMALL, split_chunks
 
 
 @sparse_rule("vertical_slash")
