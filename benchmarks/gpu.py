@@ -14,6 +14,7 @@ Groups:
 - kernels: the kernels that one call launches, with their times.
 - sparse: sparse rules by head, prompts and one query, in units of FlashAttention-2 and of SDPA. `share` is the share of
   the pairs that the rules compute; `choice_ms` is the time without the attention kernels, in which pages are chosen.
+- hsa: prompts with tied keys, without and with refinement, in the same columns.
 
 Rows of `forward` also hold the error of sampled query rows against the definition in float64.
 If a score fails, its row
@@ -40,6 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_hyperattn import functional
+from hf_hyperattn.mechanisms.hsa.pairs import count_query_pairs
 from hf_hyperattn.rules import Pages, Window
 from hf_hyperattn.utils.files import write_atomically
 
@@ -337,15 +339,8 @@ def measure_rules(machine: Machine, shape: Shape, queries: int | None) -> dict:
     vectors = machine.make_inputs(shape, queries)
     options = {"rules": rules, "is_causal": True, "first": shape.tokens - (queries or shape.tokens)}
     attend = partial(functional.sparse_attention, *vectors, backend=machine.backend, **options)
-    backend = machine.fastest if queries is None else None
-    base_call = partial(attend_by, backend) if queries is None else scaled_dot_product_attention
-    with torch.no_grad():
-        base = machine.time_by_clock(lambda: base_call(*vectors))
-        wall = machine.time_by_clock(attend)
-        found = {"base_ms": base, "wall_ms": wall, "over_base": wall / base}
-        found["share"] = statistics.mean(rule.share(shape.tokens) for rule in rules)
-        if machine.is_gpu:
-            found["choice_ms"] = wall - time_kernel(attend, "listed_forward")
+    found = time_listed(machine, vectors, attend, queries)
+    found["share"] = statistics.mean(rule.share(shape.tokens) for rule in rules)
     checked = Shape(1, 4, 1024, 64)
     few = {"rules": choose_rules(checked.tokens, checked.heads), "is_causal": True}
     small = [t.float() for t in machine.make_inputs(checked)]
@@ -354,6 +349,53 @@ def measure_rules(machine: Machine, shape: Shape, queries: int | None) -> dict:
         for name in (machine.backend, "reference")
     )
     return found | {"error": (ours - masked).abs().max().item()}
+
+
+def measure_hsa(machine: Machine) -> Iterator[dict]:
+    """Yield the time of tied keys over torch's attention."""
+    long = [Shape(1, 32, 8192, 128), Shape(1, 32, 32768, 128)] if machine.is_gpu else SMALL
+    for shape in long:
+        for top_k in (0, 4):
+            about = describe_row(f"prompt, refine_top_k={top_k}", shape)
+            yield about | attempt(measure_tied, machine, shape, top_k)
+
+
+def measure_tied(machine: Machine, shape: Shape, top_k: int) -> dict:
+    """Return the times of tied keys and of torch's attention, and the largest difference from plain torch."""
+    # The interpreter, which a CPU needs for the kernel, would take hours.
+    ours = "triton" if machine.is_gpu else "torch"
+    sizes, near = (16, 256, 4096), shape.tokens // 16
+    settings = {"tying": "key", "is_causal": True, "near": near, "sinks": 4, "refine_top_k": top_k}
+    tied = partial(functional.hierarchical_attention, hierarchy=sizes, **settings)
+    vectors = machine.make_inputs(shape)
+    found = time_listed(machine, vectors, partial(tied, *vectors, backend=ours))
+    pairs = count_query_pairs(shape.tokens, shape.tokens, sizes, near, 4, top_k, True)
+    found["share"] = pairs / (shape.tokens * (shape.tokens + 1) / 2)
+    small = [t.float() for t in machine.make_inputs(Shape(1, 4, 1024, 64))]
+    first, second = (tied(*small, backend=name) for name in (ours, "torch"))
+    return found | {"error": (first - second).abs().max().item()}
+
+
+def time_listed(
+    machine: Machine, vectors: tuple, attend: Callable, queries: int | None = None
+) -> dict:
+    """Return the times of a call that the kernel for listed keys computes, and of torch's attention.
+
+    Args:
+        machine: Measures.
+        vectors: Queries, keys and values.
+        attend: The call.
+        queries: Number of queries; None: as many as keys, for a prompt.
+    """
+    backend = machine.fastest if queries is None else None
+    base_call = partial(attend_by, backend) if queries is None else scaled_dot_product_attention
+    with torch.no_grad():
+        base = machine.time_by_clock(lambda: base_call(*vectors))
+        wall = machine.time_by_clock(attend)
+        found = {"base_ms": base, "wall_ms": wall, "over_base": wall / base}
+        if machine.is_gpu:
+            found["choice_ms"] = wall - time_kernel(attend, "listed_forward")
+    return found
 
 
 def time_kernel(call: Callable, name: str) -> float:
@@ -388,6 +430,7 @@ GROUPS: dict[str, Callable[[Machine], Iterator[dict]]] = {
     "training": measure_training,
     "decoding": measure_decoding,
     "sparse": measure_sparse,
+    "hsa": measure_hsa,
 }
 
 

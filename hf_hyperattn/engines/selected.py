@@ -277,6 +277,7 @@ class SelectedKernel:
             raise ValueError(
                 f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head"
             )
+        check_summaries(rules, summaries, window, self.chooses_pages)
         flat = flatten_rules(tuple(rules))
         shapes = list_shapes(flat, n, key.shape[2])
         if chosen is None:
@@ -285,7 +286,6 @@ class SelectedKernel:
         starts, stops = spans or ([summaries] * batch, [key.shape[2]] * batch)
         check_spans(starts, stops, key.shape[2], summaries)
         check_choice(chosen.rows, batch, shapes)
-        check_summaries(rules, summaries, window, self.chooses_pages)
         if bias is not None and bias.requires_grad and not self.differentiates_bias:
             raise ValueError(
                 "selected attention: a bias that needs a gradient on a CPU; allowed: bias.detach(), or a GPU"

@@ -1,6 +1,10 @@
-"""Memory of sparse rules on a GPU, counted on a CPU: pages are chosen, kernels are not run, all tensors are made."""
+"""Memory of sparse rules and of HSA on a GPU, counted on a CPU.
+
+Pages are chosen and all tensors are made, but kernels are not run.
+"""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_hyperattn.engines import triton as engine
-from hf_hyperattn.functional import sparse_attention
+from hf_hyperattn.functional import hierarchical_attention, sparse_attention
+from hf_hyperattn.mechanisms.hsa.windowed import key as hsa_key
 from hf_hyperattn.rules import Pages, Window
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -46,8 +51,24 @@ class PeakBytes(TorchDispatchMode):
         return found
 
 
+def count_sparse(q, k, v):
+    return sparse_attention(q, k, v, rules=RULES, is_causal=True, backend="triton")
+
+
+def count_hsa(q, k, v, top_k):
+    settings = {"hierarchy": (16, 256, 4096), "near": 1024, "sinks": 4, "refine_top_k": top_k}
+    return hierarchical_attention(
+        q, k, v, tying="key", is_causal=True, backend="triton", **settings
+    )
+
+
 @pytest.mark.slow
-def test_a_long_prompt_takes_little_more_memory_than_dense_attention(monkeypatch):
+@pytest.mark.parametrize(
+    "attend",
+    [count_sparse, partial(count_hsa, top_k=0)],
+    ids=["sparse", "hsa"],
+)
+def test_a_long_prompt_takes_little_more_memory_than_dense_attention(monkeypatch, attend):
     from triton.runtime.jit import JITFunction
 
     length = 32768
@@ -56,8 +77,9 @@ def test_a_long_prompt_takes_little_more_memory_than_dense_attention(monkeypatch
     monkeypatch.setattr(JITFunction, "run", lambda *arguments, **named: None)
     # What an operator makes inside is hidden from a dispatch mode.
     monkeypatch.setattr("hf_hyperattn.engines.selected.is_direct", lambda *tensors: True)
+    monkeypatch.setattr(hsa_key, "count_dispatch_modes", lambda: 0)
     q, k, v = (torch.randn(1, 32, length, 64, dtype=torch.bfloat16) for _ in "qkv")
     with torch.no_grad(), PeakBytes(q, k, v) as counted:
-        out = sparse_attention(q, k, v, rules=RULES, is_causal=True, backend="triton")
+        out = attend(q, k, v)
     dense = sum(t.numel() * t.element_size() for t in (q, k, v, out))
     assert counted.peak <= 1.2 * dense

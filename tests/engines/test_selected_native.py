@@ -402,6 +402,16 @@ def test_what_does_not_fit_is_refused():
         selected_attention(q, k, v, rules, chosen, spans=([0, 0], [100, 101]))
 
 
+def test_what_only_the_kernel_for_gpus_has_is_refused():
+    q, k, v, rules, chosen, offset, spans = inputs("later")
+    given = {"spans": spans, "offset": offset}
+    with pytest.raises(ValueError, match="summaries with rows listed by every rule, on a GPU"):
+        selected_attention(q, k, v, rules, chosen, **given, summaries=3)
+    bias = torch.zeros(len(q), len(rules), k.shape[2], requires_grad=True)
+    with pytest.raises(ValueError, match="a bias that needs a gradient on a CPU"):
+        selected_attention(q, k, v, rules, chosen, **given, bias=bias)
+
+
 def test_the_operator_is_registered_as_one():
     q, k, v, rules, chosen, offset, spans = inputs("later")
     flat = [n for rule in rules for n in rule]
@@ -417,6 +427,7 @@ def test_the_operator_is_registered_as_one():
         0.1,
         2.0,
         30,
+        0,
         torch.randn(len(rules)),
         bias,
     )

@@ -14,8 +14,10 @@ from hf_hyperattn.engines import Options, dot_score
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.config import Rule
-from hf_hyperattn.mechanisms.hsa.means_kept import attend_cover, read_levels
+from hf_hyperattn.mechanisms.hsa.means_kept import attend_cached, attend_cover, read_levels
 from hf_hyperattn.mechanisms.hsa.request import Request, attend_hierarchically
+from hf_hyperattn.mechanisms.hsa.windowed import key as windowed_key
+from hf_hyperattn.mechanisms.hsa.windowed import native
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from hyperattn_cli.shared import smollm2
 from tests.integration.models import perturb
@@ -377,6 +379,31 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
         )
         assert_close(out.double(), exact, 1e-5, f"{step}")
     assert levels.held is not None
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_few_queries_without_the_kernel_read_their_cover_alone(monkeypatch, queries):
+    """As on a GPU: no tree over all tokens is made."""
+    query, key, value = qkv(batch=2, heads=2, lq=90, d=8, dtype=torch.float32)
+    query, cache = query[:, :, -queries:], LayerCache(key, value)
+    cache.append(key, value)
+    starts = torch.tensor([0, 7])
+    hierarchy = Hierarchy(90, sizes=(4, 16), starts=starts)
+    settings = {"near": 9, "sinks": 3, "block_bias": -0.5}
+    rule, options = split_names(settings | {"is_causal": True, "offset": 90 - queries})
+    exact, _ = key_tied(
+        *(t.double() for t in (query, key, value)),
+        hierarchy,
+        scale=0.3,
+        is_causal=True,
+        offset=90 - queries,
+        **settings,
+    )
+    monkeypatch.setattr(native, "can_serve", lambda t: False)
+    monkeypatch.setattr(windowed_key, "attend_trees", None)
+    with torch.no_grad():
+        out = attend_cached(query, 90, cache, hierarchy, rule, options, 0.3)
+    assert_close(out.double(), exact, 1e-5, "output")
 
 
 def test_queries_that_see_later_tokens_use_no_cached_means():

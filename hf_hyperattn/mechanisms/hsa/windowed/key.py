@@ -75,7 +75,8 @@ def attend_keys(
             mask packs several texts into a row; None: its number in the row.
 
     Returns:
-        [B, H, N, dv], float32, or float64 for float64 inputs; and the weights or None.
+        [B, H, N, dv], float32, or float64 for float64 inputs, or from the kernel for GPUs in the
+        dtype of the query; and the weights or None.
 
     Raises:
         ValueError: The backend cannot do the call.
@@ -338,6 +339,7 @@ def _compute_output(*call) -> tuple[Tensor, Tensor]:
     # Only the backward pass of the kernel for CPUs reads the log-sum-exp.
     needs_lse = _kernel_serves(query, backend)
     out, lse = attend_levels(query, levels, rule, options, scale, backend, needs_lse)
+    out = out.to(working_dtype(query))
     return out, out.new_zeros(out.shape[:3]) if lse is None else lse
 
 

@@ -30,7 +30,9 @@ from ..open_blocks import is_seen
 from .native import Levels, span_lists
 
 #: Most numbers of the lists, or of the scores of refinement, that exist at a time.
-MOST_NUMBERS = 2**24
+MOST_NUMBERS = 2**22
+#: Most bytes of tokens that are copied at a time, unless those of one head are more.
+MOST_COPIED = 2**25
 
 
 def find_obstacle(query: Tensor, options: Options) -> str | None:
@@ -58,31 +60,63 @@ def attend_listed(
         scale: Factor of q·k.
 
     Returns:
-        [B, H, N, dv] in the working dtype.
+        [B, H, N, dv] in the dtype of the query, or float32 if the tokens have another one.
     """
-    from ....engines.triton.selected import kernel  # Triton may be missing.
-
     query, levels = share_dtype(query, levels)
-    call = ListedCall(query, levels, rule, options, scale)
-    parts = [
-        kernel.attend(
-            query[:, :, queries.start : queries.stop],
-            call.key,
-            call.value,
-            *call.list_rows(queries),
-            spans=call.spans,
-            offset=call.summaries + options.offset + queries.start,
-            scale=scale,
-            summaries=call.summaries,
-            sinks=options.sinks,
-            bias=call.bias,
-        )
-        for queries in call.split_queries()
-    ]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-    out = out.to(call.means[0].dtype)
-    hidden = call.find_padding()
-    return out if hidden is None else out.masked_fill(hidden, 0.0)
+    learnable = [query, levels.keys[0], levels.values[0], rule.block_bias, options.sinks]
+    is_learned = torch.is_grad_enabled() and any(
+        t.requires_grad for t in learnable if isinstance(t, Tensor)
+    )
+    shape = *query.shape[:3], levels.values[0].shape[3]
+    out = None if is_learned else query.new_empty(shape)
+    of_heads = []
+    for key_heads in split_key_heads(levels):
+        call, heads = cut_heads(key_heads, query, levels, rule, options, scale)
+        parts = []
+        for queries in call.split_queries():
+            part = call.attend(queries)
+            if out is None:
+                parts.append(part)
+            else:
+                # Parts and their concatenation would hold the output twice.
+                out[:, heads, queries.start : queries.stop] = part
+        if out is None:
+            of_heads.append(torch.cat(parts, 2))
+    return torch.cat(of_heads, 1) if out is None else out
+
+
+def split_key_heads(levels: Levels) -> list[slice]:
+    """Return the key heads whose tokens and means are copied at a time."""
+    key, value = levels.keys[0], levels.values[0]
+    of_head = sum(t[:, :1].numel() * t.element_size() for t in (key, value))
+    step = max(1, MOST_COPIED // max(1, of_head))
+    return [slice(first, first + step) for first in range(0, key.shape[1], step)]
+
+
+def cut_heads(
+    key_heads: slice, query: Tensor, levels: Levels, rule: Rule, options: Options, scale: float
+) -> tuple[ListedCall, slice]:
+    """Return the call of some key heads, and the query heads that share them.
+
+    Args:
+        key_heads: From `split_key_heads`.
+        query, levels, rule, options, scale: As in `attend_listed`.
+    """
+    group = query.shape[1] // levels.keys[0].shape[1]
+    heads = slice(key_heads.start * group, key_heads.stop * group)
+    keys, values = (
+        tuple(t[:, key_heads] for t in tables) for tables in (levels.keys, levels.values)
+    )
+    bias, sinks = (None if t is None else t[heads] for t in (rule.block_bias, options.sinks))
+    near, first, top_k = (x[heads] for x in (rule.near, rule.sinks, rule.refine_top_k))
+    call = ListedCall(
+        query[:, heads],
+        replace(levels, keys=keys, values=values),
+        replace(rule, near=near, sinks=first, refine_top_k=top_k, block_bias=bias),
+        replace(options, sinks=sinks),
+        scale,
+    )
+    return call, heads
 
 
 def share_dtype(query: Tensor, levels: Levels) -> tuple[Tensor, Levels]:
@@ -135,13 +169,32 @@ class ListedCall:
         )
         self.bias = self._make_bias()
 
-    def find_padding(self) -> Tensor | None:
-        """Return the queries behind the text, bool [B, 1, N, 1]; None if there are none."""
-        rows = self.options.offset + self.query.shape[2]
+    def attend(self, queries: range) -> Tensor:
+        """Return the output of some queries, [B, H, n, dv]."""
+        from ....engines.triton.selected import kernel  # Triton may be missing.
+
+        out = kernel.attend(
+            self.query[:, :, queries.start : queries.stop],
+            self.key,
+            self.value,
+            *self.list_rows(queries),
+            spans=self.spans,
+            offset=self.summaries + self.options.offset + queries.start,
+            scale=self.scale,
+            summaries=self.summaries,
+            sinks=self.options.sinks,
+            bias=self.bias,
+        )
+        hidden = self._find_padding(queries)
+        return out if hidden is None else out.masked_fill(hidden, 0.0)
+
+    def _find_padding(self, queries: range) -> Tensor | None:
+        """Return the queries behind the text, bool [B, 1, n, 1]; None if there are none."""
+        first, last = (self.options.offset + at for at in (queries.start, queries.stop))
         ends = [stop - self.summaries for stop in self.spans[1]]
-        if min(ends, default=rows) >= rows:
+        if min(ends, default=last) >= last:
             return None
-        place = torch.arange(self.options.offset, rows, device=self.query.device)
+        place = torch.arange(first, last, device=self.query.device)
         return (place >= torch.tensor(ends, device=place.device)[:, None])[:, None, :, None]
 
     def _cut_incomplete(self, tables: Sequence[Tensor], length: int) -> list[Tensor]:
@@ -366,7 +419,6 @@ def pool_complete(t: Tensor, sizes: Sequence[int], starts: Sequence[int]) -> lis
         starts: First real token of each row, where its windows begin. Windows that would end
             behind the text repeat the last token.
     """
-    t = t.float()
     if any(starts):
         length = t.shape[2]
         index = torch.tensor(list(starts), device=t.device)[:, None]
@@ -376,7 +428,11 @@ def pool_complete(t: Tensor, sizes: Sequence[int], starts: Sequence[int]) -> lis
     for size in sizes:
         branching = size // width
         count = t.shape[2] // branching
-        t = t[:, :, : count * branching].unflatten(2, (count, branching)).mean(3)
+        t = (
+            t[:, :, : count * branching]
+            .unflatten(2, (count, branching))
+            .mean(3, dtype=torch.float32)
+        )
         means.append(t)
         width = size
     return means
