@@ -197,6 +197,23 @@ def test_small_tables_change_nothing(device, monkeypatch):
 
 
 @devices
+@pytest.mark.parametrize("window", [None, 14])
+def test_nothing_behind_the_keys_is_read(device, window):
+    """Keys lie in a tensor of NaN; queries far behind them see few keys, with a window none."""
+    rules, spans = (
+        [HeadRule(3, 33, page=9, chunk=16, top=7), HeadRule(7, 31, 38)],
+        ([0, 3], [14, 14]),
+    )
+    q = torch.randn(2, 2, 128, 16)
+    k, v = (torch.full((2, 1, 200, 16), torch.nan)[:, :, :14] for _ in "kv")
+    k[:], v[:] = torch.randn(2, *k.shape)
+    chosen = some_pages(rules, 128, 14, 0, spans)
+    out = attend(device, q, k, v, rules, chosen, spans, window=window)
+    expected = defined(q, k, v, rules, chosen, 0, spans, window=window)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@devices
 @slow
 @pytest.mark.parametrize("seed", range(40))
 def test_any_rules_at_any_place(device, seed):

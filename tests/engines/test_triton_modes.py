@@ -58,7 +58,11 @@ def test_in_the_interpreter(which):
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
 def test_listed_keys_in_the_interpreter(which):
-    files = "tests/engines/test_selected_triton.py", "tests/mechanisms/test_hsa_triton.py"
+    files = (
+        "tests/engines/test_selected_triton.py",
+        "tests/mechanisms/test_hsa_triton.py",
+        "tests/mechanisms/test_sparse_triton.py",
+    )
     said = interpret(*files, "-m", f"{which} and not gpu")
     assert " passed" in said and "failed" not in said
 

@@ -196,9 +196,15 @@ def find_near_range(first, last, rule, stop, window, WINDOWED: tl.constexpr, PAG
 
 
 @triton.jit
-def find_first_range(sinks, begin, PAGE: tl.constexpr):
-    """Return the end of the pages that hold the first keys; near keys begin at `begin`."""
-    return tl.minimum(tl.cdiv(sinks, PAGE) * PAGE, begin)
+def find_first_range(sinks, begin, stop, PAGE: tl.constexpr):
+    """Return the end of the pages that hold the first keys.
+
+    Args:
+        sinks: Number of first keys that all queries see.
+        begin: First near position. With a sliding window it may lie behind all keys.
+        stop: Number of real keys.
+    """
+    return tl.minimum(tl.cdiv(sinks, PAGE) * PAGE, tl.minimum(begin, stop))
 
 
 @triton.jit
@@ -471,7 +477,7 @@ def listed_forward(
     left = tl.minimum(tl.cdiv(tl.maximum(clean - begin, 0), BN), near_tiles)
     near_clean = tl.maximum((clean_end - begin) // BN - left, 0)
     # Edges: the tiles of first keys, and the near tiles that are not clean.
-    first_end = find_first_range(sinks, begin, PAGE)
+    first_end = find_first_range(sinks, begin, stop - start, PAGE)
     first_tiles = tl.cdiv(first_end, BN)
 
     nats = unit_in_nats(scale, PLAIN)
@@ -660,7 +666,7 @@ def listed_backward_query(
     entries = tl.load(TABLES[2] + table * 2 + 1)
     begin, end, _, _ = find_near_range(first, last, rule, stop - start, window, WINDOWED, PAGE)
 
-    first_end = find_first_range(sinks, begin, PAGE)
+    first_end = find_first_range(sinks, begin, stop - start, PAGE)
     first_tiles = tl.cdiv(first_end, BN)
     spare = tl.minimum(first, stop - start - 1)
     total = tl.zeros([BM, BD], tl.float32)

@@ -197,23 +197,7 @@ class KernelCall:
         offset = (self.text.last or 0) - self.query.shape[2]
         chosen = None
         if any(rule.page for rule in kernel_rules):
-            own = self.list_pages(place, kernel_rules, queries)
-            if self.kernel.chooses_pages:
-                stop = offset + queries.stop
-                chosen = choose_pages(
-                    self.inputs,
-                    kernel_rules,
-                    self.spans,
-                    stop,
-                    queries,
-                    self.asker,
-                    self.window,
-                    own,
-                )
-            else:
-                chosen = put_lists(own, kernel_rules, None, self.key, len(queries))
-            # Only the joined lists stay.
-            del own
+            chosen = self.choose_pages(place, kernel_rules, queries)
         return self.kernel.attend(
             self.inputs.raw_query[:, :, queries.start : queries.stop],
             self.inputs.raw_key,
@@ -229,6 +213,47 @@ class KernelCall:
             bias=self.inputs.bias,
         )
 
+    def choose_pages(self, place: int, kernel_rules: Sequence[HeadRule], queries: range) -> Lists:
+        """Return the pages that the queries of one stretch choose.
+
+        In decoding, chunks that have chosen already go on with the choice in the cache.
+
+        Args:
+            place: Index of the length in `rules.by_length`.
+            kernel_rules: The kernel's rule of each head.
+            queries: The queries of the stretch.
+        """
+        # Number of keys up to the last query of the stretch, padding included.
+        stop = (self.text.last or 0) - self.query.shape[2] + queries.stop
+        # The cache describes all its keys. It does not fit a stretch that ends before the last one.
+        cache = attached_to(self.inputs.key, LayerCache) if stop == self.key.shape[2] else None
+
+        def find_pages(rules: Sequence[HeadRule], kept: Lists | None) -> Lists:
+            own = self.list_pages(place, rules, queries)
+            if not self.kernel.chooses_pages:
+                return put_lists(own, rules, kept, self.key, len(queries))
+            if own:
+                kept = put_lists(own, rules, kept, self.key, len(queries))
+            summaries = find_all_summaries(cache, self.inputs.key, kernel_rules, self.spans, own)
+            query = self.inputs.query[:, :, : self.inputs.earlier + queries.stop]
+            return selected.chosen_pages(
+                query,
+                self.inputs.key,
+                rules,
+                spans=self.spans,
+                offset=stop - query.shape[2],
+                earlier=query.shape[2] - len(queries),
+                summaries=summaries,
+                kept=kept,
+                window=self.window,
+            )
+
+        # Only a decoding step can go on with the choice of the step before.
+        if cache is None or len(queries) > 1:
+            return find_pages(kernel_rules, None)
+        last_choice = cache.get_kept(("choice", self.asker), LastChoice)
+        return last_choice.choose_pages(kernel_rules, self.spans, stop, find_pages)
+
     def list_pages(
         self, place: int, kernel_rules: Sequence[HeadRule], queries: range
     ) -> dict[int, Tensor]:
@@ -236,7 +261,8 @@ class KernelCall:
 
         Args:
             place: Index of the length in `rules.by_length`.
-            kernel_rules: What the kernel computes for each head.
+            kernel_rules: The kernel's rule of each head. `Pages` by `KEPT` go on with an earlier
+                choice.
             queries: A range of the queries of the call.
 
         Returns:
@@ -245,8 +271,10 @@ class KernelCall:
         query, key, before = self.query, self.key, self.text.before
         heads_of: dict[PageRule, list[int]] = {}
         for h, rule in enumerate(self.rules.by_length[place][1]):
-            own = find_listing_rule(rule)
-            if not self.kernel.chooses_pages and type(rule) is Pages:
+            own: PageRule | None = find_listing_rule(rule)
+            # Exact type: a subclass may choose in another way.
+            is_pages = type(rule) is Pages and not self.kernel.chooses_pages
+            if isinstance(rule, Pages) and is_pages and kernel_rules[h].by != KEPT:
                 own = rule
             if own is not None and kernel_rules[h].page:
                 heads_of.setdefault(own, []).append(h)
@@ -533,65 +561,31 @@ def translate_rule(rule: SparseRule, dim: int) -> HeadRule | None:
 # Pages that queries choose
 
 
-def choose_pages(
-    inputs: KernelInputs,
+def find_all_summaries(
+    cache: LayerCache | None,
+    key: Tensor,
     rules: Sequence[HeadRule],
     spans: Spans,
-    stop: int,
-    queries: range,
-    asker: str,
-    window: int | None,
     own: dict[int, Tensor],
-) -> Lists:
-    """Return the pages that the queries of one stretch choose.
-
-    Summaries and earlier choices are taken from the cache of the keys if it keeps them.
+) -> list[Summaries | None]:
+    """Return the summaries of pages that the cache of the keys keeps, by head; [] without a cache.
 
     Args:
-        inputs: Of the whole call.
+        cache: Cache of the keys, or None.
+        key: [B, Hkv, M, d].
         rules: The kernel's rule of each head.
         spans: The real keys of each row.
-        stop: Number of keys up to the last query of the stretch, padding included.
-        queries: The queries of the stretch, a range of the call's queries.
-        asker: Name of the layer.
-        window: Sliding window of the attention layer; None: none.
         own: Pages of heads whose rules choose them in torch, see `KernelCall.list_pages`.
     """
-    key = inputs.key
-    query = inputs.query[:, :, : inputs.earlier + queries.stop]
-    earlier = query.shape[2] - len(queries)
-    # The cache describes all its keys. It does not fit a stretch that ends before the last one.
-    cache = attached_to(key, LayerCache) if stop == key.shape[2] else None
-    summaries: list[Summaries | None] = []
-    if cache is not None:
-        # The summary of a page of one key is that key, which the cache already holds.
-        summaries = [
-            find_summaries(cache, key, rule.page, rule.bounds, spans[0])
-            if rule.page > 1 and h not in own
-            else None
-            for h, rule in enumerate(rules)
-        ]
-
-    def find_pages(rules: Sequence[HeadRule], kept: Lists | None) -> Lists:
-        if own:
-            kept = put_lists(own, rules, kept, key, len(queries))
-        return selected.chosen_pages(
-            query,
-            key,
-            rules,
-            spans=spans,
-            offset=stop - query.shape[2],
-            earlier=earlier,
-            summaries=summaries,
-            kept=kept,
-            window=window,
-        )
-
-    # Only a decoding step can go on with the choice of the step before.
-    if cache is None or len(queries) > 1:
-        return find_pages(rules, None)
-    last_choice = cache.get_kept(("choice", asker), LastChoice)
-    return last_choice.choose_pages(rules, spans, stop, find_pages)
+    if cache is None:
+        return []
+    # The summary of a page of one key is that key, which the cache already holds.
+    return [
+        find_summaries(cache, key, rule.page, rule.bounds, spans[0])
+        if rule.page > 1 and h not in own
+        else None
+        for h, rule in enumerate(rules)
+    ]
 
 
 def find_listing_rule(rule: SparseRule) -> PageRule | None:

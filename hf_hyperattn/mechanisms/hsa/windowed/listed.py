@@ -30,7 +30,7 @@ from ..open_blocks import is_seen
 from .native import Levels, span_lists
 
 #: Most numbers of the lists, or of the scores of refinement, that exist at a time.
-MOST_NUMBERS = 2**22
+MOST_NUMBERS = 2**23
 #: Most bytes of tokens that are copied at a time, unless those of one head are more.
 MOST_COPIED = 2**25
 
