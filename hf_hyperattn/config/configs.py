@@ -76,9 +76,9 @@ class MechanismConfig(KnownFields):
         return (get_mechanism(self.mechanism).stage,)
 
     @property
-    def positional(self) -> bool:
-        """Whether it needs the positions of queries and keys, not only their visibility."""
-        return not get_mechanism(self.mechanism).cross_attention
+    def reads_earlier_queries(self) -> bool:
+        """Whether it reads queries of earlier calls, which only some caches keep."""
+        return False
 
     @property
     def breaks(self) -> frozenset[str]:

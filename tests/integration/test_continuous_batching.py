@@ -8,6 +8,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
+from hf_hyperattn.rules import Pages, Window
 
 from ..oracles.marks import first_always
 from .models import FAMILIES
@@ -16,10 +17,16 @@ PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [31, 32, 33, 34, 35]]
 SERVED = {
     "cone": ha.ConeConfig(),
     "hyperbolic": ha.HyperbolicConfig(),
+    "hype": ha.HypeConfig(),
+    "hsa": ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1),
+    "pages": ha.SparseConfig(Pages(page=2, near=2, sinks=1, top=1, query="own")),
+    "windows": ha.SparseConfig(Window(near=3, sinks=1)),
     "head_fusion": ha.HeadFusionConfig(),
     "talking_heads": ha.TalkingHeadsConfig(),
     "mkl": ha.MklConfig(),
+    "mkl, conditional": ha.MklConfig(kind="conditional"),
     "trilinear": ha.TrilinearConfig(windows=(None, None)),
+    "trilinear, windows": ha.TrilinearConfig(windows=(8, 4)),
 }
 
 
@@ -88,25 +95,10 @@ def test_eager_attention_beneath_gates_of_zero():
     assert generated(model) == expected
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        ha.HypeConfig(),
-        ha.HsaConfig(windows=(4,)),
-        ha.TrilinearConfig(windows=(8, 4)),
-        ha.MklConfig(kind="conditional"),
-        "hype",
-        "hsa",
-    ],
-)
-def test_what_needs_places_is_refused(config):
-    model = steep()
-    if isinstance(config, str):
-        model.set_attn_implementation(config)
-    else:
-        ha.patch_model(model, config)
+def test_rules_that_read_earlier_queries_are_refused():
+    model = ha.patch_model(steep(), ha.SparseConfig(Pages(query="previous")))
     with pytest.raises(
-        ValueError, match=r"is refused in continuous batching: .*allowed: generate\(\)"
+        ValueError, match=r"sparse is refused in continuous batching: .*allowed: rules with query='own'"
     ) as raised:
         generated(model)
     assert "\n" not in str(raised.value)

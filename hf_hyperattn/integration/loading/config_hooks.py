@@ -9,9 +9,8 @@ come back with SDPA. These functions are wrapped once, on import:
   replaces the saved name, with one warning. On a patched config it becomes the base implementation.
 - `PreTrainedConfig.output_attentions` and its validator, which only allow "eager".
 - Continuous batching (`model.generate_batch`, `transformers serve --continuous-batching`): it
-  accepts "sdpa", eager and flash attention by name, and makes a mask for the first two. Our names
-  get the same mask, which says for every pair whether it belongs together. A mechanism that needs
-  the position of a key in its text raises.
+  accepts "sdpa", eager and flash attention by name, and makes a mask of all pairs for the first two.
+  Our names get none: each request is computed by itself (attention/batched_requests.py).
 """
 
 from __future__ import annotations
@@ -169,10 +168,10 @@ def allow_output_attentions() -> None:
     import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager,
 )
 def _switch_attention(original, self, model, *args, **kwargs):
-    """Keep our names in continuous batching, and refuse mechanisms that need positions.
+    """Keep our names in continuous batching, and refuse mechanisms that it cannot serve.
 
     Raises:
-        ValueError: A mechanism needs the position of every key in its own text.
+        ValueError: A mechanism reads more of earlier steps than keys and values.
     """
     if model.config._attn_implementation not in OURS:
         return original(self, model, *args, **kwargs)
@@ -185,20 +184,18 @@ def _switch_attention(original, self, model, *args, **kwargs):
         for config in unwrap_hyper(host.hyper).mechanisms()
     ]
     for config in mechanisms:
-        if config.positional:
+        if config.reads_earlier_queries:
             raise ValueError(
-                f"{config.mechanism} is refused in continuous batching: it needs the place of every key in its own "
-                "text, and Transformers hands to attention the keys of all requests without it; allowed: generate(), "
-                "or continuous batching of a model without it"
+                f"{config.mechanism} is refused in continuous batching: a rule selects keys by earlier queries, and "
+                "the paged cache keeps keys and values only; allowed: rules with query='own', or generate()"
             )
     return None
 
 
 @wrap("attn_mask_is_needed", import_module(f"{BATCHING}.input_outputs"))
 def _needs_mask(original, config):
-    """Return whether continuous batching must make a mask."""
-    # Without a mask the requests of a step would see each other.
-    return config._attn_implementation in OURS or original(config)
+    """Return whether continuous batching must make a mask of all pairs."""
+    return config._attn_implementation not in OURS and original(config)
 
 
 allow_output_attentions()

@@ -61,6 +61,12 @@ class SparseConfig(MechanismConfig):
             "keys_as_they_are": "rules select by the keys of every head as the host has them",
         }
 
+    @property
+    def reads_earlier_queries(self) -> bool:
+        """Whether a rule of some head selects by queries of earlier calls."""
+        several = (self.rules,) if self.lengths is None else self.rules
+        return any(rule.earlier for rules in several for rule in rules)
+
     def __post_init__(self):
         # The dataclass is frozen, so plain assignments raise.
         if isinstance(self.lengths, list):
