@@ -41,15 +41,16 @@ def steep(family: str = "llama"):
     return model
 
 
+def page_size() -> str:
+    """The name that this version of Transformers has for the tokens of a page."""
+    names = {f.name for f in fields(ContinuousBatchingConfig)}
+    return "page_size" if "page_size" in names else "block_size"  # 5.17
+
+
 def generated(model, prompts=PROMPTS) -> list[list[int]]:
     """What continuous batching appends to each prompt, in steps that hold tokens of several requests."""
     options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
-    size = (
-        "page_size"
-        if "page_size" in {f.name for f in fields(ContinuousBatchingConfig)}
-        else "block_size"
-    )  # 5.17
-    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **{size: 8})
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **{page_size(): 8})
     found = model.generate_batch(
         prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
     )
@@ -67,7 +68,10 @@ def alone(model) -> list[list[int]]:
 @first_always("name, layers", [("cone", [1]), *((name, None) for name in SERVED)])
 def test_patched(name, layers):
     stock = alone(steep())
-    model = ha.patch_model(steep(), SERVED[name], layers=layers)
+    selects = name in ("hsa", "pages", "windows")
+    model = ha.patch_model(
+        steep(), SERVED[name], layers=layers, mode="replace" if selects else "blend"
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
