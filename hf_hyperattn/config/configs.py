@@ -77,7 +77,12 @@ class MechanismConfig(KnownFields):
 
     @property
     def reads_earlier_queries(self) -> bool:
-        """Whether it reads queries of earlier calls, which only some caches keep."""
+        """Whether it reads queries of earlier calls, which are remembered with a cache."""
+        return False
+
+    @property
+    def depends_on_calls(self) -> bool:
+        """Whether its result depends on how a text is cut into calls."""
         return False
 
     @property

@@ -20,6 +20,13 @@ SERVED = {
     "hype": ha.HypeConfig(),
     "hsa": ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1),
     "pages": ha.SparseConfig(Pages(page=2, near=2, sinks=1, top=1, query="own")),
+    "pages, previous": ha.SparseConfig(
+        [
+            Pages(page=2, near=2, sinks=1, top=1, query="previous", chunk=4),
+            Pages(page=2, near=2, sinks=1, top=1, query="first", chunk=4),
+        ]
+        * 2
+    ),
     "windows": ha.SparseConfig(Window(near=3, sinks=1)),
     "head_fusion": ha.HeadFusionConfig(),
     "talking_heads": ha.TalkingHeadsConfig(),
@@ -47,9 +54,9 @@ def page_size() -> str:
     return "page_size" if "page_size" in names else "block_size"  # 5.17
 
 
-def generated(model, prompts=PROMPTS) -> list[list[int]]:
+def generated(model, prompts=PROMPTS, **changes) -> list[list[int]]:
     """What continuous batching appends to each prompt, in steps that hold tokens of several requests."""
-    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, **changes)
     small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **{page_size(): 8})
     found = model.generate_batch(
         prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
@@ -68,7 +75,7 @@ def alone(model) -> list[list[int]]:
 @first_always("name, layers", [("cone", [1]), *((name, None) for name in SERVED)])
 def test_patched(name, layers):
     stock = alone(steep())
-    selects = name in ("hsa", "pages", "windows")
+    selects = name in ("hsa", "pages", "pages, previous", "windows")
     model = ha.patch_model(
         steep(), SERVED[name], layers=layers, mode="replace" if selects else "blend"
     )
@@ -99,12 +106,21 @@ def test_eager_attention_beneath_gates_of_zero():
     assert generated(model) == expected
 
 
-def test_rules_that_read_earlier_queries_are_refused():
-    model = ha.patch_model(steep(), ha.SparseConfig(Pages(query="previous")))
-    with pytest.raises(
-        ValueError, match=r"sparse is refused in continuous batching: .*allowed: rules with query='own'"
-    ) as raised:
-        generated(model)
+@pytest.mark.parametrize(
+    "query, changes, message",
+    [
+        ("chunk", {}, r"is refused in continuous batching: .*allowed: query='own', 'first' or"),
+        (
+            "first",
+            {"num_return_sequences": 2, "do_sample": True},
+            r"num_return_sequences=2.*allowed: one sequence",
+        ),
+    ],
+)
+def test_rules_that_cannot_be_served_are_refused(query, changes, message):
+    model = ha.patch_model(steep(), ha.SparseConfig(Pages(query=query)))
+    with pytest.raises(ValueError, match=message) as raised:
+        generated(model, **changes)
     assert "\n" not in str(raised.value)
 
 

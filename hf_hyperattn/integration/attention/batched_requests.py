@@ -36,6 +36,19 @@ OF_ROW = frozenset(
 )
 
 
+#: Attribute of a paged cache: the ids of the requests of the running step.
+IDS_OF_STEP = "_hyperattn_ids_of_step"
+#: Attribute of a paged cache: a `RequestState` for each request, by its id.
+STATES = "_hyperattn_states"
+
+
+class RequestState:
+    """What mechanisms remember of one request, as attributes.
+
+    It stands for the cache of a conversation, which keeps this state otherwise.
+    """
+
+
 @dataclass(eq=False)
 class BatchedRequest:
     """Where one request lies in the row of a step.
@@ -66,7 +79,7 @@ class Step:
     """The requests of one step, for the layers that cache alike.
 
     Args:
-        about: The versions of the tensors that it was read from.
+        about: The window, and the versions of the tensors that it was read from.
         requests: All requests with queries, in the order of the row.
     """
 
@@ -230,7 +243,8 @@ def split_call(call: HostCall, step: Step) -> Iterator[tuple[BatchedRequest, Hos
         call: The call of the attention layer, for the row of all requests.
         step: Its requests.
     """
-    for request in step.requests:
+    states = list_states(call.cache, step)
+    for request, state in zip(step.requests, states, strict=True):
         n, m = request.sizes
         by_position = request.mask is None and n > 1
         options = replace(
@@ -251,8 +265,28 @@ def split_call(call: HostCall, step: Step) -> Iterator[tuple[BatchedRequest, Hos
                 options=options,
                 first=request.first,
                 hidden=None if call.hidden is None else call.hidden[:, request.queries],
+                cache=state,
             ),
         )
+
+
+def find_states(cache: Any) -> dict[str, RequestState]:
+    """Return what is remembered of each request of a paged cache."""
+    return cache.__dict__.setdefault(STATES, {})
+
+
+def list_states(cache: Any, step: Step) -> list[RequestState | None]:
+    """Return the state of each request of a step.
+
+    Args:
+        cache: The paged cache; None: no mechanism remembers anything.
+        step: The requests.
+    """
+    ids = getattr(cache, IDS_OF_STEP, None)
+    if ids is None:
+        return [None] * len(step.requests)
+    states = find_states(cache)
+    return [states.setdefault(ids[i], RequestState()) for i in range(len(step.requests))]
 
 
 def find_stock_mask(request: BatchedRequest, device: torch.device) -> Tensor | None:

@@ -64,8 +64,18 @@ class SparseConfig(MechanismConfig):
     @property
     def reads_earlier_queries(self) -> bool:
         """Whether a rule of some head selects by queries of earlier calls."""
+        return any(rule.earlier for rule in self.every_rule)
+
+    @property
+    def depends_on_calls(self) -> bool:
+        """Whether a rule selects by all queries of a chunk that are in one call."""
+        return any(getattr(rule, "query", None) == "chunk" for rule in self.every_rule)
+
+    @property
+    def every_rule(self) -> Rules:
+        """All rules, of every head and length."""
         several = (self.rules,) if self.lengths is None else self.rules
-        return any(rule.earlier for rules in several for rule in rules)
+        return tuple(rule for rules in several for rule in rules)
 
     def __post_init__(self):
         # The dataclass is frozen, so plain assignments raise.
