@@ -56,7 +56,8 @@ def page_size() -> str:
 
 def generated(model, prompts=PROMPTS, **changes) -> list[list[int]]:
     """What continuous batching appends to each prompt, in steps that hold tokens of several requests."""
-    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, **changes)
+    settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=-1) | changes
+    options = GenerationConfig(**settings)
     small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **{page_size(): 8})
     found = model.generate_batch(
         prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
@@ -96,6 +97,14 @@ def test_by_name():
     expected = alone(model)
     assert generated(model) == expected and expected != stock
     assert model.config._attn_implementation == "cone"
+
+
+def test_the_plain_dot_product_on_our_engine():
+    model = steep()
+    expected = alone(model)
+    model.set_attn_implementation("hyper_dot")
+    assert generated(model) == expected
+    assert model.config._attn_implementation == "hyper_dot"
 
 
 def test_eager_attention_beneath_gates_of_zero():

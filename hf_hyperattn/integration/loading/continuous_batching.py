@@ -12,14 +12,13 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from torch import nn
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ...config import MechanismConfig
 from ...config.registry import named_configs
 from ..attention.batched_requests import IDS_OF_STEP, find_states
 from ..attention.hyper import patched_hosts, unwrap_hyper
-from ..attention.stock import OURS
+from ..attention.stock import HYPER_DOT, OURS
 from ..patching.checkpoint_config import all_configs
 from ..patching.wrapping import wrap
 
@@ -102,15 +101,15 @@ def _switch_attention(original, self, model, *args, **kwargs):
     return None
 
 
-def is_ours(model: nn.Module) -> bool:
-    """Return whether a model runs one of our names."""
-    return model.config._attn_implementation in OURS  # type: ignore[union-attr]
+def is_ours(model: Any) -> bool:
+    """Return whether a model runs one of our names, `hyper_dot` among them."""
+    return model.config._attn_implementation in OURS | {HYPER_DOT}
 
 
 @wrap("attn_mask_is_needed", INPUTS)
 def _needs_mask(original, config):
     """Return whether continuous batching must make a mask of all pairs."""
-    return config._attn_implementation not in OURS and original(config)
+    return config._attn_implementation not in OURS | {HYPER_DOT} and original(config)
 
 
 @wrap("prepare_batch_tensors", INPUTS.ContinuousBatchingIOs)
