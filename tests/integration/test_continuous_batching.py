@@ -37,10 +37,10 @@ SERVED = {
 }
 
 
-def steep(family: str = "llama"):
+def steep(family: str = "llama", **changes):
     """A random model whose attention and next tokens are no matter of rounding."""
     torch.manual_seed(0)
-    model = FAMILIES[family][0]()
+    model = FAMILIES[family][0](**changes)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -16,7 +16,7 @@ from ..selection.cache import LayerCache, QueriesKept
 from ..selection.places import read_mask
 from ..selection.recent import RecentQueries, find_recent_queries
 from ..selection_layer import Result, SelectingCall, SelectionLayer
-from . import compiled
+from . import compiled, operator
 from .config import SparseConfig
 from .evicted import check_reach, find_query_heads, make_part_call
 from .head_rules import HeadRules
@@ -96,12 +96,20 @@ class SparseLayer(SelectionLayer):
     def attend_by_rules(self, asked: SelectingCall, rules: HeadRules, window: int | None) -> Result:
         """Compute attention on the compiled kernel if possible, else under a mask.
 
+        A call that is being compiled becomes one operator, which decides when it runs.
+
         Args:
             asked: The call.
             rules: Of its heads.
             window: Sliding window of the attention layer; None: none.
         """
         call = asked.call
+        if operator.takes_call(asked, rules):
+            heads = call.query.shape[1]
+            first, total = (
+                (0, heads) if call.heads is None else (call.heads.first, call.heads.total)
+            )
+            return operator.attend(asked, self.write_rules(first, heads, total), window), None
         score, value = asked.score, asked.value
         options = asked.options
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
@@ -128,6 +136,12 @@ class SparseLayer(SelectionLayer):
             check_one_text(reading, rules, window)
         masked = mask_by_rules(call.query, call.key, call.scale, options, rules, text, window)
         return asked.whole(score, value, masked, backend=asked.backend, weights=asked.weights)
+
+    # A constant result: the compiler cannot trace how rules become text.
+    @torch.compiler.assume_constant_result
+    def write_rules(self, first: int, count: int, total: int) -> str:
+        """Return the rules of some heads in causal attention, as `operator.attend` takes them."""
+        return operator.write_rules(self.find_rules(first, count, total, True))
 
     def find_earlier_queries(self, call: HostCall) -> RecentQueries | QueriesKept | None:
         """Return the layer's queries of earlier calls.
