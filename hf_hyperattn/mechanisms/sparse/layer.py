@@ -20,7 +20,7 @@ from . import compiled, operator
 from .config import SparseConfig
 from .evicted import check_reach, find_query_heads, make_part_call
 from .head_rules import HeadRules
-from .masking import check_one_text, mask_by_rules, read_text
+from .masking import Text, check_one_text, mask_by_rules, read_text
 from .rules import Exact
 
 
@@ -114,6 +114,8 @@ class SparseLayer(SelectionLayer):
         options = asked.options
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
         text = read_text(call.query, call.key, reading, rules, self.find_earlier_queries(call))
+        if rules.depend_on_calls:
+            self.warn_of_cut(call, text)
         # The kernel returns no weights, and cannot run what other mechanisms put in place of
         # `attention`.
         if asked.whole is attention and not asked.weights:
@@ -136,6 +138,20 @@ class SparseLayer(SelectionLayer):
             check_one_text(reading, rules, window)
         masked = mask_by_rules(call.query, call.key, call.scale, options, rules, text, window)
         return asked.whole(score, value, masked, backend=asked.backend, weights=asked.weights)
+
+    def warn_of_cut(self, call: HostCall, text: Text) -> None:
+        """Warn once if several tokens follow earlier calls, and a rule selects by whole chunks.
+
+        A chunk that lies in two calls then selects by a part of its queries.
+        """
+        n = call.query.shape[2]
+        if n > 1 and text.last is not None and text.last > n:
+            self._warn_once(
+                "a sparse rule with query='chunk' selects by the queries of one call, and a text came in several "
+                "calls (chunked prefill, assisted decoding, a longer conversation), so that results differ from "
+                "those of the whole text; query='own', 'first' or 'previous' does not depend on calls",
+                "cut",
+            )
 
     # A constant result: the compiler cannot trace how rules become text.
     @torch.compiler.assume_constant_result
