@@ -87,11 +87,6 @@ class Step:
     requests: list[BatchedRequest]
 
 
-def is_step_of_batch(keywords: dict) -> bool:
-    """Return whether a call belongs to continuous batching."""
-    return keywords.get("read_index") is not None
-
-
 def read_step(module: Any, keywords: dict, device: torch.device) -> Step:
     """Return the requests of a call; they are read once for all layers of a kind.
 

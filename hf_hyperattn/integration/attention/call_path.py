@@ -54,7 +54,6 @@ from ..parallel.tensor_parallel import heads_of_rank, on_rank
 from .batched_requests import (
     Step,
     find_stock_mask,
-    is_step_of_batch,
     join_outputs,
     keywords_of_request,
     read_step,
@@ -105,9 +104,9 @@ def attention_function(named: Any = None) -> Callable:
         # The compiler must not trace the watch: it would record a side effect of every call.
         if not compiling and WATCHED in module.__dict__:
             note_reached(module)
-        step = None
-        if is_step_of_batch(keywords):
-            step = read_step(module, keywords, query.device)
+        # Only continuous batching says where to read its paged cache.
+        is_batched = keywords.get("read_index") is not None
+        step = read_step(module, keywords, query.device) if is_batched else None
         if keywords.get("cache") is not None:
             key, value = update_paged(module, key, value, keywords)
         if step is not None:

@@ -33,7 +33,7 @@ def takes_call(asked: SelectingCall, rules: HeadRules) -> bool:
         rules: Of its heads.
     """
     call, options = asked.call, asked.options
-    if not torch.compiler.is_compiling() or is_exporting() or is_transformed():
+    if is_exporting() or is_transformed():
         return False
     tensors = call.query, call.key, asked.value
     # CUDA graphs cannot hold the reading of a mask, so a GPU keeps the traced mask.
