@@ -1,6 +1,6 @@
 """Throughput of continuous batching: SmolLM2-135M as it is, computed request by request, and with sparse rules.
 
-    python benchmarks/batching.py --json benchmarks/results/batching.json      half an hour
+    python benchmarks/batching.py --json benchmarks/results/batching.json      half an hour, alone
     python benchmarks/batching.py --requests 4 --length 512 --new 8 --rounds 1 a minute
 
 `generate_batch` reads 16 prompts of 2,048 random tokens and writes 32 tokens to each, in steps of at most 2,048 tokens.
@@ -89,41 +89,43 @@ def main() -> None:
     prompts = draw((args.requests, args.length)).tolist()
     seconds: dict[str, float] = {}
     tokens: dict[str, list[list[int]]] = {}
-    for number in range(args.rounds):
+    for number in range(1, args.rounds + 1):
         for name, model in made.items():
             taken, tokens[name] = serve(model, prompts, args)
             seconds[name] = min(taken, seconds.get(name, taken))
-            print(f"round {number + 1}, {name}: {taken:.0f} s of CPU time", flush=True)
-    total = args.requests * (args.length + args.new)
-    rows = []
-    for name in made:
-        same = [
-            a == b
-            for own, stock in zip(tokens[name], tokens["sdpa"], strict=True)
-            for a, b in zip(own, stock, strict=True)
-        ]
-        row = {
-            "model": name,
-            "seconds": seconds[name],
-            "tokens_a_second": total / seconds[name],
-            "over_sdpa": seconds["sdpa"] / seconds[name],
-            "over_dense": seconds["dense"] / seconds[name],
-            "equal": sum(same) / len(same),
-        }
-        rows.append(row)
-        print(
-            f"{name:>6}: {row['tokens_a_second']:.0f} tokens a second, {row['over_sdpa']:.2f}x sdpa, "
-            f"{row['over_dense']:.2f}x dense, {row['equal']:.0%} of the tokens equal"
-        )
-    if args.json:
+            print(f"round {number}, {name}: {taken:.0f} s of CPU time", flush=True)
+        # After every round, so that a run that is stopped leaves a result.
+        rows = [compare(name, seconds, tokens, args) for name in made]
         found = {
             "environment": environment(),
             "processor": cpu(),
-            "arguments": vars(args),
+            "arguments": vars(args) | {"rounds": number},
             "pairs": pairs,
             "rows": rows,
         }
         write_json(args.json, found)
+    for row in rows:
+        print(
+            f"{row['model']:>6}: {row['tokens_a_second']:.0f} tokens a second, {row['over_sdpa']:.2f}x sdpa, "
+            f"{row['over_dense']:.2f}x dense, {row['equal']:.0%} of the tokens equal"
+        )
+
+
+def compare(name: str, seconds: dict[str, float], tokens: dict[str, list], args) -> dict:
+    """Return the row of a model, with its throughput over that of the two dense ones."""
+    same = [
+        a == b
+        for own, stock in zip(tokens[name], tokens["sdpa"], strict=True)
+        for a, b in zip(own, stock, strict=True)
+    ]
+    return {
+        "model": name,
+        "seconds": seconds[name],
+        "tokens_a_second": args.requests * (args.length + args.new) / seconds[name],
+        "over_sdpa": seconds["sdpa"] / seconds[name],
+        "over_dense": seconds["dense"] / seconds[name],
+        "equal": sum(same) / len(same),
+    }
 
 
 if __name__ == "__main__":

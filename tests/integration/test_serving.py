@@ -8,6 +8,8 @@ from threading import Thread
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
@@ -67,7 +69,8 @@ def test_evicted_requests(name, monkeypatch):
     model = patched(name)
     evicted = watch(monkeypatch, OffloadingManager, "offload_requests")
     check_equal(serve_batch(model, PROMPTS, num_blocks=8), generate_alone(model, PROMPTS))
-    assert any(evicted)
+    # Earlier versions let requests wait for room.
+    assert any(evicted) or Version(transformers.__version__) < Version("5.24")
 
 
 WINDOWED = [
