@@ -8,6 +8,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
+from hf_hyperattn.integration.loading.continuous_batching import asks_for_graphs
 from hf_hyperattn.rules import Pages, Window
 
 from ..oracles.marks import first_always
@@ -131,6 +132,22 @@ def test_rules_that_cannot_be_served_are_refused(query, changes, message):
     with pytest.raises(ValueError, match=message) as raised:
         generated(model, **changes)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, False),
+        ({"use_cuda_graph": False}, False),
+        ({"use_cuda_graph": True}, True),
+        ({"use_cuda_graph": (False, True)}, True),
+        ({"q_padding_interval_size": 64}, True),
+        ({"use_cuda_graph": False, "kv_padding_interval_size": 64}, False),
+    ],
+)
+def test_settings_that_ask_for_cuda_graphs(settings, expected):
+    """As Transformers reads them: the switch decides, else settings that only graphs use."""
+    assert asks_for_graphs(ContinuousBatchingConfig(**settings)) == expected
 
 
 def test_stock_models_are_as_they_were():

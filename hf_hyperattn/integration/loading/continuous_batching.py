@@ -49,8 +49,19 @@ def _make_manager(
     """Turn off what would lose the queries of earlier steps, if a mechanism reads them.
 
     Raises:
-        ValueError: The settings copy or move the state of a request, which takes its queries away.
+        ValueError: The settings copy or move the state of a request, which takes its queries away,
+            or record steps as CUDA graphs.
     """
+    if (
+        is_ours(model)
+        and model.device.type != "cpu"
+        and asks_for_graphs(continuous_batching_config)
+    ):
+        raise ValueError(
+            "continuous batching with CUDA graphs is refused for models that run hf_hyperattn: each request is "
+            "computed by itself, and a graph cannot hold its size; allowed: use_cuda_graph=False, and no "
+            "q_padding_interval_size or kv_padding_interval_size"
+        )
     if is_ours(model) and any(config.reads_earlier_queries for config in list_running(model)):
         copies = getattr(generation_config, "num_return_sequences", None) or 1
         moved = bool(getattr(continuous_batching_config, "cpu_offload_space", 0))
@@ -99,6 +110,18 @@ def _switch_attention(original, self, model, *args, **kwargs):
             "queries; call model.destroy_cached_continuous_batching_manager() first"
         )
     return None
+
+
+def asks_for_graphs(settings: Any) -> bool:
+    """Return whether settings of continuous batching turn CUDA graphs on.
+
+    Without a word about them, Transformers leaves them off for our names.
+    """
+    wanted = getattr(settings, "use_cuda_graph", None)
+    if wanted is not None:
+        return any(wanted) if isinstance(wanted, tuple | list) else bool(wanted)
+    names = "q_padding_interval_size", "kv_padding_interval_size"
+    return any(getattr(settings, name, 0) for name in names)
 
 
 def is_ours(model: Any) -> bool:
