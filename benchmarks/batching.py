@@ -1,7 +1,7 @@
 """Throughput of continuous batching: SmolLM2-135M as it is, computed request by request, and with sparse rules.
 
-    python benchmarks/batching.py --json benchmarks/results/batching.json      half an hour, alone
-    python benchmarks/batching.py --requests 4 --length 512 --new 8 --rounds 1 a minute
+    python benchmarks/batching.py                                                an hour on an idle core
+    python benchmarks/batching.py --requests 4 --rounds 1 --json benchmarks/results/batching.json   three minutes
 
 `generate_batch` reads 16 prompts of 2,048 random tokens and writes 32 tokens to each, in steps of at most 2,048 tokens.
 The models:
