@@ -76,9 +76,14 @@ class MechanismConfig(KnownFields):
         return (get_mechanism(self.mechanism).stage,)
 
     @property
-    def positional(self) -> bool:
-        """Whether it needs the positions of queries and keys, not only their visibility."""
-        return not get_mechanism(self.mechanism).cross_attention
+    def reads_earlier_queries(self) -> bool:
+        """Whether it reads queries of earlier calls, which are remembered with a cache."""
+        return False
+
+    @property
+    def depends_on_calls(self) -> bool:
+        """Whether its result depends on how a text is cut into calls."""
+        return False
 
     @property
     def breaks(self) -> frozenset[str]:

@@ -13,7 +13,8 @@ from .architectures import (
 from .attention.call import set_backend
 from .attention.hierarchical_cache import HierarchicalCache
 from .loading import (
-    config_hooks,  # noqa: F401  wraps what configs and continuous batching say of names
+    config_hooks,  # noqa: F401  wraps what configs say of names
+    continuous_batching,  # noqa: F401  wraps what serves several requests in one step
     hooks,  # noqa: F401  wraps methods of PreTrainedModel
     saving,  # noqa: F401  wraps saving and loading
 )

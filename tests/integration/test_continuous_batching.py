@@ -8,6 +8,8 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
+from hf_hyperattn.integration.loading.continuous_batching import asks_for_graphs
+from hf_hyperattn.rules import Pages, Window
 
 from ..oracles.marks import first_always
 from .models import FAMILIES
@@ -16,17 +18,30 @@ PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [31, 32, 33, 34, 35]]
 SERVED = {
     "cone": ha.ConeConfig(),
     "hyperbolic": ha.HyperbolicConfig(),
+    "hype": ha.HypeConfig(),
+    "hsa": ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1),
+    "pages": ha.SparseConfig(Pages(page=2, near=2, sinks=1, top=1, query="own")),
+    "pages, previous": ha.SparseConfig(
+        [
+            Pages(page=2, near=2, sinks=1, top=1, query="previous", chunk=4),
+            Pages(page=2, near=2, sinks=1, top=1, query="first", chunk=4),
+        ]
+        * 2
+    ),
+    "windows": ha.SparseConfig(Window(near=3, sinks=1)),
     "head_fusion": ha.HeadFusionConfig(),
     "talking_heads": ha.TalkingHeadsConfig(),
     "mkl": ha.MklConfig(),
+    "mkl, conditional": ha.MklConfig(kind="conditional"),
     "trilinear": ha.TrilinearConfig(windows=(None, None)),
+    "trilinear, windows": ha.TrilinearConfig(windows=(8, 4)),
 }
 
 
-def steep(family: str = "llama"):
+def steep(family: str = "llama", **changes):
     """A random model whose attention and next tokens are no matter of rounding."""
     torch.manual_seed(0)
-    model = FAMILIES[family][0]()
+    model = FAMILIES[family][0](**changes)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -34,15 +49,17 @@ def steep(family: str = "llama"):
     return model
 
 
-def generated(model, prompts=PROMPTS) -> list[list[int]]:
+def page_size() -> str:
+    """The name that this version of Transformers has for the tokens of a page."""
+    names = {f.name for f in fields(ContinuousBatchingConfig)}
+    return "page_size" if "page_size" in names else "block_size"  # 5.17
+
+
+def generated(model, prompts=PROMPTS, **changes) -> list[list[int]]:
     """What continuous batching appends to each prompt, in steps that hold tokens of several requests."""
-    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
-    size = (
-        "page_size"
-        if "page_size" in {f.name for f in fields(ContinuousBatchingConfig)}
-        else "block_size"
-    )  # 5.17
-    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **{size: 8})
+    settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=-1) | changes
+    options = GenerationConfig(**settings)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **{page_size(): 8})
     found = model.generate_batch(
         prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
     )
@@ -60,7 +77,10 @@ def alone(model) -> list[list[int]]:
 @first_always("name, layers", [("cone", [1]), *((name, None) for name in SERVED)])
 def test_patched(name, layers):
     stock = alone(steep())
-    model = ha.patch_model(steep(), SERVED[name], layers=layers)
+    selects = name in ("hsa", "pages", "pages, previous", "windows")
+    model = ha.patch_model(
+        steep(), SERVED[name], layers=layers, mode="replace" if selects else "blend"
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -80,6 +100,14 @@ def test_by_name():
     assert model.config._attn_implementation == "cone"
 
 
+def test_the_plain_dot_product_on_our_engine():
+    model = steep()
+    expected = alone(model)
+    model.set_attn_implementation("hyper_dot")
+    assert generated(model) == expected
+    assert model.config._attn_implementation == "hyper_dot"
+
+
 def test_eager_attention_beneath_gates_of_zero():
     model = steep()
     expected = alone(model)
@@ -89,27 +117,37 @@ def test_eager_attention_beneath_gates_of_zero():
 
 
 @pytest.mark.parametrize(
-    "config",
+    "query, changes, message",
     [
-        ha.HypeConfig(),
-        ha.HsaConfig(windows=(4,)),
-        ha.TrilinearConfig(windows=(8, 4)),
-        ha.MklConfig(kind="conditional"),
-        "hype",
-        "hsa",
+        ("chunk", {}, r"is refused in continuous batching: .*allowed: query='own', 'first' or"),
+        (
+            "first",
+            {"num_return_sequences": 2, "do_sample": True},
+            r"num_return_sequences=2.*allowed: one sequence",
+        ),
     ],
 )
-def test_what_needs_places_is_refused(config):
-    model = steep()
-    if isinstance(config, str):
-        model.set_attn_implementation(config)
-    else:
-        ha.patch_model(model, config)
-    with pytest.raises(
-        ValueError, match=r"is refused in continuous batching: .*allowed: generate\(\)"
-    ) as raised:
-        generated(model)
+def test_rules_that_cannot_be_served_are_refused(query, changes, message):
+    model = ha.patch_model(steep(), ha.SparseConfig(Pages(query=query)))
+    with pytest.raises(ValueError, match=message) as raised:
+        generated(model, **changes)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, False),
+        ({"use_cuda_graph": False}, False),
+        ({"use_cuda_graph": True}, True),
+        ({"use_cuda_graph": (False, True)}, True),
+        ({"q_padding_interval_size": 64}, True),
+        ({"use_cuda_graph": False, "kv_padding_interval_size": 64}, False),
+    ],
+)
+def test_settings_that_ask_for_cuda_graphs(settings, expected):
+    """As Transformers reads them: the switch decides, else settings that only graphs use."""
+    assert asks_for_graphs(ContinuousBatchingConfig(**settings)) == expected
 
 
 def test_stock_models_are_as_they_were():

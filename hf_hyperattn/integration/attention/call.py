@@ -102,45 +102,35 @@ def exporting_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-def update_paged(
-    module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, keywords: dict
-):
+def update_paged(module: nn.Module, key: Tensor, value: Tensor, keywords: dict):
     """Write to the paged cache of continuous batching, and return its keys and values.
 
-    The returned tensors hold the keys of all requests in the step. The mask says which of them
-    belong together.
+    The returned tensors hold the keys of all requests in the step.
 
-    Since Transformers 5.24 the ordinary caches have the keyword `cache` too. Decoders use them
-    before they call the attention interface. Encoders that pass on all keywords hand down the
-    user's argument, which the original attention ignores; it is ignored here too.
+    Since Transformers 5.24 the ordinary caches have the keyword `cache` too. Decoders use them, and
+    the paged one, before they call the attention interface. Encoders that pass on all keywords hand
+    down the user's argument, which the original attention ignores; it is ignored here too.
 
     Args:
         keywords: Keywords of the call. The paged cache is removed, so that the original attention
             does not write to it again.
 
     Raises:
-        ValueError: The step has no mask, or this Transformers version gives no mask per kind of
-            layer.
+        ValueError: The call has a paged cache, and does not say which tokens belong to one request.
     """
     if isinstance(keywords["cache"], Cache):
         return key, value
-    if mask is None:
+    if keywords.get("read_index") is None:
         raise ValueError(
-            f"{type(module).__name__} was called with a paged cache and no mask, which would let requests see each "
-            "other; call model.generate_batch, or generate()"
+            f"{type(module).__name__} was called with a paged cache outside of continuous batching, which would let "
+            "requests see each other; call model.generate_batch, or generate()"
         )
     cache = keywords.pop("cache")
     states = dict(key_states=key, value_states=value, layer_idx=module.layer_idx)
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(**states, kwargs=keywords)
-    # Transformers 5.17 has tokens as the first axis, and passes one dict with the masks of all
-    # kinds of layers.
-    if isinstance(mask, dict):
-        raise ValueError(
-            f"{type(module).__name__} is one of layers of several kinds, which this Transformers gives no mask of "
-            "their own in continuous batching; allowed: generate(), or Transformers 5.23"
-        )
-    indices = {name: keywords.pop(name) for name in ("read_index", "write_index")}
+    # Transformers 5.17 has tokens as the first axis.
+    indices = {name: keywords[name] for name in ("read_index", "write_index")}
     updated = cache.update(**states, **indices)
     return tuple(t.transpose(0, 1)[None] for t in updated)
 

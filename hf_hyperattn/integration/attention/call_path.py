@@ -51,6 +51,14 @@ from ...utils.attached import attach
 from ...utils.readable import can_read
 from ..parallel.refused_sharding import PARTITIONED, refuse_partitioned
 from ..parallel.tensor_parallel import heads_of_rank, on_rank
+from .batched_requests import (
+    Step,
+    find_stock_mask,
+    join_outputs,
+    keywords_of_request,
+    read_step,
+    split_call,
+)
 from .call import (
     BACKEND,
     MASK_SAYS_ALL,
@@ -96,12 +104,15 @@ def attention_function(named: Any = None) -> Callable:
         # The compiler must not trace the watch: it would record a side effect of every call.
         if not compiling and WATCHED in module.__dict__:
             note_reached(module)
+        # Only continuous batching says where to read its paged cache.
+        is_batched = keywords.get("read_index") is not None
+        step = read_step(module, keywords, query.device) if is_batched else None
         if keywords.get("cache") is not None:
-            key, value = update_paged(module, key, value, attention_mask, keywords)
+            key, value = update_paged(module, key, value, keywords)
+        if step is not None:
+            return attend_step(module, query, key, value, keywords, step, named)
         weights = wants_weights(module, keywords)
-        # Patched modules keep their layers in the child `hyper`. A mechanism's name has shared
-        # layers.
-        layers = module._modules.get("hyper") if named is None else find_named_layers(module, named)
+        layers = find_layers(module, named)
         if layers is None:
             return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
         # An evicting cache hands out placeholders that only HSA and sparse layers may open.
@@ -119,6 +130,54 @@ def attention_function(named: Any = None) -> Callable:
         return output[0].transpose(1, 2).contiguous(), output[1]
 
     return forward
+
+
+# Compiled models leave their graph here, as in the paged cache: the sizes of requests change in every
+# step.
+@torch.compiler.disable
+def attend_step(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keywords: dict,
+    step: Step,
+    named: Any,
+) -> tuple[Tensor, None]:
+    """Return the output of a step of continuous batching, request by request.
+
+    Masks that a model makes for the row of all requests are not read.
+
+    Args:
+        module: The attention layer.
+        query: [1, H, N, d], of all requests, one behind the other.
+        key, value: [1, Hkv, M, d] and [1, Hkv, M, dv], of all requests, old tokens and new ones.
+        keywords: All other arguments of the call.
+        step: The requests.
+        named: As in `attention_function`.
+    """
+    layers = find_layers(module, named)
+    keywords = keywords_of_request(keywords)
+    call = read_call(module, query, key, value, None, keywords)
+    outputs = []
+    for request, part in split_call(call, step):
+        output = None if layers is None else layers(part)
+        if output is None:
+            # Query and values as the layer passed them: `read_call` undoes scaled queries.
+            rows = query[:, :, request.queries], key[:, :, request.keys], value[:, :, request.keys]
+            mask = find_stock_mask(request, query.device)
+            outputs.append(stock_forward(module, *rows, mask, **keywords)[0])
+        else:
+            outputs.append(output[0].transpose(1, 2))
+    return join_outputs(query, step, outputs).contiguous(), None
+
+
+def find_layers(module: Any, named: Any) -> Callable | None:
+    """Return the mechanism layers of an attention layer; None without any.
+
+    Patched modules keep their layers in the child `hyper`. A mechanism's name has shared layers.
+    """
+    return module._modules.get("hyper") if named is None else find_named_layers(module, named)
 
 
 def name_positional(values: tuple) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ...hierarchy import Hierarchy
 from ...utils.torch_private import find_backward_pass
@@ -393,10 +394,13 @@ def note_cache(host: nn.Module, args: tuple, keywords: dict) -> None:
     """
     if not torch.compiler.is_compiling():
         # Some caches are no subclass of Transformers' `Cache`, but all have this method.
-        caches = (
-            given for given in (*keywords.values(), *args) if hasattr(given, "get_seq_length")
-        )
+        caches = (given for given in (*keywords.values(), *args) if is_cache(given))
         host.__dict__[CACHE].running.append(next(caches, None))
+
+
+def is_cache(given: Any) -> bool:
+    """Return whether an argument is a cache, of one conversation or of many requests."""
+    return hasattr(given, "get_seq_length") or isinstance(given, PagedAttentionCache)
 
 
 def forget_cache(host: nn.Module, args: tuple, output: Any) -> None:

@@ -8,17 +8,12 @@ come back with SDPA. These functions are wrapped once, on import:
 - `PreTrainedConfig.from_dict` and the setter of `_attn_implementation`: a name from the caller
   replaces the saved name, with one warning. On a patched config it becomes the base implementation.
 - `PreTrainedConfig.output_attentions` and its validator, which only allow "eager".
-- Continuous batching (`model.generate_batch`, `transformers serve --continuous-batching`): it
-  accepts "sdpa", eager and flash attention by name, and makes a mask for the first two. Our names
-  get the same mask, which says for every pair whether it belongs together. A mechanism that needs
-  the position of a key in its text raises.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from importlib import import_module
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,12 +21,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...config import HyperAttnConfig
 from ...config.registry import named_configs
 from ...mechanisms.scores import ScoreConfig
-from ..attention.hyper import patched_hosts, unwrap_hyper
 from ..attention.stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from ..patching.checkpoint_config import (
     INTERNAL,
     LOADING,
-    all_configs,
     check_keys,
     list_configs,
     running_on,
@@ -41,7 +34,6 @@ from ..patching.checkpoint_config import (
 from ..patching.wrapping import subclasses, wrap
 from .hooks import set_on_models, warn_replaced
 
-BATCHING = "transformers.generation.continuous_batching"
 #: The class whose properties are replaced; `Any`, because type checkers refuse to assign
 #: properties.
 CONFIG: Any = PreTrainedConfig
@@ -162,43 +154,6 @@ def allow_output_attentions() -> None:
     for cls in (PreTrainedConfig, *subclasses(PreTrainedConfig)):
         validators = vars(cls).get("__class_validators__", [])
         validators[:] = [new if v is new.__wrapped__ else v for v in validators]
-
-
-@wrap(
-    "switch_to_cb_friendly_attn",
-    import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager,
-)
-def _switch_attention(original, self, model, *args, **kwargs):
-    """Keep our names in continuous batching, and refuse mechanisms that need positions.
-
-    Raises:
-        ValueError: A mechanism needs the position of every key in its own text.
-    """
-    if model.config._attn_implementation not in OURS:
-        return original(self, model, *args, **kwargs)
-    # Mechanisms that run by name, and patched ones.
-    running = {config._attn_implementation for config in all_configs(model)}
-    mechanisms = [config for name, config in named_configs().items() if name in running]
-    mechanisms += [
-        config
-        for _, host in patched_hosts(model)
-        for config in unwrap_hyper(host.hyper).mechanisms()
-    ]
-    for config in mechanisms:
-        if config.positional:
-            raise ValueError(
-                f"{config.mechanism} is refused in continuous batching: it needs the place of every key in its own "
-                "text, and Transformers hands to attention the keys of all requests without it; allowed: generate(), "
-                "or continuous batching of a model without it"
-            )
-    return None
-
-
-@wrap("attn_mask_is_needed", import_module(f"{BATCHING}.input_outputs"))
-def _needs_mask(original, config):
-    """Return whether continuous batching must make a mask."""
-    # Without a mask the requests of a step would see each other.
-    return config._attn_implementation in OURS or original(config)
 
 
 allow_output_attentions()

@@ -29,11 +29,6 @@ class MklConfig(MechanismConfig):
     )
 
     @property
-    def positional(self) -> bool:
-        """Whether a query needs its own value: yes for conditional weights."""
-        return self.kind == "conditional"
-
-    @property
     def breaks(self) -> frozenset[str]:
         """Properties that the weights remove for other mechanisms."""
         # Conditional weights scale each key, and with it terms that are constant in a row. Combined

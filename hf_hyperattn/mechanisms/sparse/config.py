@@ -61,6 +61,25 @@ class SparseConfig(MechanismConfig):
             "keys_as_they_are": "rules select by the keys of every head as the host has them",
         }
 
+    @property
+    def reads_earlier_queries(self) -> bool:
+        """Whether a rule of some head selects by queries of earlier calls."""
+        return self.all_rules.earlier > 0
+
+    @property
+    def depends_on_calls(self) -> bool:
+        """Whether a rule selects by all queries of a chunk that are in one call."""
+        return self.all_rules.depend_on_calls
+
+    @property
+    def all_rules(self) -> HeadRules:
+        """The rules as the config has them: a single rule stands for all heads.
+
+        Without lengths they are the rules of one length, None.
+        """
+        several = (self.rules,) if self.lengths is None else self.rules
+        return HeadRules(tuple(zip(self.lengths or (None,), several, strict=True)))
+
     def __post_init__(self):
         # The dataclass is frozen, so plain assignments raise.
         if isinstance(self.lengths, list):
@@ -120,18 +139,14 @@ class SparseConfig(MechanismConfig):
         Raises:
             ValueError: The config has rules for another number of heads.
         """
-        # Without lengths the rules are treated as the rules of one length, None.
-        several = (self.rules,) if self.lengths is None else self.rules
-        for rules in several:
+        by_length = self.all_rules.by_length
+        for _, rules in by_length:
             if len(rules) not in (1, heads):
                 raise ValueError(
                     f"SparseConfig.rules has {len(rules)} rules; allowed: one, or one for each of the {heads} query "
                     f"heads of {where}"
                 )
-        lengths = self.lengths or (None,)
         # A single rule is repeated for every head.
-        by_length = tuple(
-            (length, rules * (heads // len(rules)))
-            for length, rules in zip(lengths, several, strict=True)
+        return HeadRules(
+            tuple((length, rules * (heads // len(rules))) for length, rules in by_length)
         )
-        return HeadRules(by_length)

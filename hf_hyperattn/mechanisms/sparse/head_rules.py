@@ -53,6 +53,11 @@ class HeadRules:
         )
 
     @computed_once
+    def depend_on_calls(self) -> bool:
+        """Whether a rule selects by all queries of a chunk that are in one call."""
+        return any(getattr(rule, "query", None) == "chunk" for rule in self.every_rule)
+
+    @computed_once
     def earlier(self) -> int:
         """Largest number of earlier queries that a rule reads, see `Rule.earlier`."""
         return max(rule.earlier for rule in self.every_rule)

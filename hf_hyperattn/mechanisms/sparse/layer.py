@@ -16,11 +16,11 @@ from ..selection.cache import LayerCache, QueriesKept
 from ..selection.places import read_mask
 from ..selection.recent import RecentQueries, find_recent_queries
 from ..selection_layer import Result, SelectingCall, SelectionLayer
-from . import compiled
+from . import compiled, operator
 from .config import SparseConfig
 from .evicted import check_reach, find_query_heads, make_part_call
 from .head_rules import HeadRules
-from .masking import check_one_text, mask_by_rules, read_text
+from .masking import Text, check_one_text, mask_by_rules, read_text
 from .rules import Exact
 
 
@@ -96,16 +96,26 @@ class SparseLayer(SelectionLayer):
     def attend_by_rules(self, asked: SelectingCall, rules: HeadRules, window: int | None) -> Result:
         """Compute attention on the compiled kernel if possible, else under a mask.
 
+        A call that is being compiled becomes one operator, which decides when it runs.
+
         Args:
             asked: The call.
             rules: Of its heads.
             window: Sliding window of the attention layer; None: none.
         """
         call = asked.call
+        if torch.compiler.is_compiling() and operator.takes_call(asked, rules):
+            heads = call.query.shape[1]
+            first, total = (
+                (0, heads) if call.heads is None else (call.heads.first, call.heads.total)
+            )
+            return operator.attend(asked, self.write_rules(first, heads, total), window), None
         score, value = asked.score, asked.value
         options = asked.options
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
         text = read_text(call.query, call.key, reading, rules, self.find_earlier_queries(call))
+        if rules.depend_on_calls:
+            self.warn_of_cut(call, text)
         # The kernel returns no weights, and cannot run what other mechanisms put in place of
         # `attention`.
         if asked.whole is attention and not asked.weights:
@@ -128,6 +138,26 @@ class SparseLayer(SelectionLayer):
             check_one_text(reading, rules, window)
         masked = mask_by_rules(call.query, call.key, call.scale, options, rules, text, window)
         return asked.whole(score, value, masked, backend=asked.backend, weights=asked.weights)
+
+    def warn_of_cut(self, call: HostCall, text: Text) -> None:
+        """Warn once if several tokens follow earlier calls, and a rule selects by whole chunks.
+
+        A chunk that lies in two calls then selects by a part of its queries.
+        """
+        n = call.query.shape[2]
+        if n > 1 and text.last is not None and text.last > n:
+            self._warn_once(
+                "a sparse rule with query='chunk' selects by the queries of one call, and a text came in several "
+                "calls (chunked prefill, assisted decoding, a longer conversation), so that results differ from "
+                "those of the whole text; query='own', 'first' or 'previous' does not depend on calls",
+                "cut",
+            )
+
+    # A constant result: the compiler cannot trace how rules become text.
+    @torch.compiler.assume_constant_result
+    def write_rules(self, first: int, count: int, total: int) -> str:
+        """Return the rules of some heads in causal attention, as `operator.attend` takes them."""
+        return operator.write_rules(self.find_rules(first, count, total, True))
 
     def find_earlier_queries(self, call: HostCall) -> RecentQueries | QueriesKept | None:
         """Return the layer's queries of earlier calls.

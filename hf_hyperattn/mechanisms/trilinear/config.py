@@ -73,11 +73,6 @@ class TrilinearConfig(MechanismConfig):
         return ("score",) if self.form == "bidaf" else ("score", "structure", "aggregation")
 
     @property
-    def positional(self) -> bool:
-        """Whether it counts tokens between query and key: yes with windows."""
-        return self.windows is not None
-
-    @property
     def breaks(self) -> frozenset[str]:
         """Properties that the form removes for other mechanisms."""
         # BiDAF's score is a product of query features and key features, as other scores may be.
