@@ -49,6 +49,7 @@ from ...mechanisms.selection.places import (
 )
 from ...utils.attached import attach
 from ...utils.readable import can_read
+from ..parallel.context_parallel import attend_shared, find_context
 from ..parallel.refused_sharding import PARTITIONED, refuse_partitioned
 from ..parallel.tensor_parallel import heads_of_rank, on_rank
 from .batched_requests import (
@@ -113,6 +114,13 @@ def attention_function(named: Any = None) -> Callable:
             return attend_step(module, query, key, value, keywords, step, named)
         weights = wants_weights(module, keywords)
         layers = find_layers(module, named)
+        mesh = find_context(module)
+        if mesh is not None:
+            # Under context parallelism each rank has some tokens, also in layers without mechanism.
+            call = read_call(module, query, key, value, attention_mask, keywords)
+            compute = partial(compute_output, layers)
+            output = attend_shared(compute, layers, module, call, mesh, weights)
+            return output.transpose(1, 2).contiguous(), None
         if layers is None:
             return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
         # An evicting cache hands out placeholders that only HSA and sparse layers may open.
@@ -493,6 +501,13 @@ def warn_of_hierarchy(names: tuple[str, ...]) -> None:
             f"hierarchy= reached attention that runs {' and '.join(names)}, which ignores it; leave it out, or patch "
             "the model with a mechanism over hierarchies too, such as HsaConfig()"
         )
+
+
+def compute_output(layers: Callable | None, call: HostCall) -> Tensor:
+    """Return the output [B, H, N, dv] of a call, by plain attention if no layer changes it."""
+    output = None if layers is None else layers(call)
+    output = Layers()(call) if output is None else output
+    return output[0]
 
 
 def compute_stock_output(module, query, key, value, attention_mask, keywords: dict) -> Tensor:
