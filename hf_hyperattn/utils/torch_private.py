@@ -82,22 +82,12 @@ PLAIN_ATTENTION = nn.functional.scaled_dot_product_attention
 
 
 def find_context_mesh() -> Any:
-    """Return the ranks of torch's active `context_parallel`, a `DeviceMesh`; None outside of it.
-
-    Raises:
-        ValueError: torch has replaced its attention, and does not tell for which ranks.
-    """
+    """Return the ranks of torch's active `context_parallel`, a `DeviceMesh`; None outside of it."""
     # Only the function that torch puts in place of its attention knows the ranks.
     replaced: Any = nn.functional.scaled_dot_product_attention
     if not str(getattr(replaced, "__module__", "")).startswith("torch.distributed."):
         return None
-    mesh = inspect.getclosurevars(replaced).nonlocals.get("device_mesh")
-    if mesh is None:
-        raise ValueError(
-            f"torch {torch.__version__} does not tell which ranks share the tokens under context_parallel; allowed: "
-            f"{TESTED}, or FSDP2 or tensor parallelism"
-        )
-    return mesh
+    return take_known(inspect.getclosurevars(replaced).nonlocals.get("device_mesh"))
 
 
 def find_token_order(length: int, ranks: int, device: torch.device) -> torch.Tensor | None:
@@ -113,7 +103,22 @@ def find_token_order(length: int, ranks: int, device: torch.device) -> torch.Ten
     Returns:
         int64 [length]; None if the tokens are in their own order.
     """
-    # The load balancer that the active context uses: torch asks the same function.
+    # The active context has asked the same function.
     module = sys.modules[nn.functional.scaled_dot_product_attention.__module__]
-    balancer = module._create_default_load_balancer(length, ranks, device)
+    make_balancer = take_known(getattr(module, "_create_default_load_balancer", None))
+    balancer = make_balancer(length, ranks, device)
     return None if balancer is None else balancer._generate_indices()[0].long()
+
+
+def take_known(found: Any) -> Any:
+    """Return a private fact about `context_parallel`.
+
+    Raises:
+        ValueError: The fact is None, because torch has changed.
+    """
+    if found is None:
+        raise ValueError(
+            f"torch {torch.__version__} does not tell how context_parallel shares tokens; allowed: {TESTED}, or FSDP2 "
+            "or tensor parallelism"
+        )
+    return found

@@ -50,7 +50,7 @@ from ...mechanisms.selection.places import (
 from ...utils.attached import attach
 from ...utils.readable import can_read
 from ..parallel.context_parallel import attend_shared, find_context
-from ..parallel.refused_sharding import PARTITIONED, refuse_partitioned
+from ..parallel.partitioned import PARTITIONED, register_parameters
 from ..parallel.tensor_parallel import heads_of_rank, on_rank
 from .batched_requests import (
     Step,
@@ -424,6 +424,9 @@ class Layers(nn.Module):
             ValueError: The number of query heads differs from the patched one, or is no multiple of
                 the number of key heads.
         """
+        if PARTITIONED in self.__dict__ and register_parameters(self):
+            # Enter again: DeepSpeed gathers registered parameters when a module is called.
+            return self(call, weights, stock)
         self.check_head_counts(call)
         if call.keywords.get("hierarchy") is not None:
             warn_of_hierarchy(tuple(self._modules))
@@ -435,8 +438,6 @@ class Layers(nn.Module):
         everything = False
         if rank is not None:
             call, layers, everything = on_rank(tuple(self._modules.values()), call, rank)
-        elif PARTITIONED in self.__dict__:
-            refuse_partitioned(self)
         # Start from plain softmax attention, and let every layer change its stage of the plan.
         query, key = call.query, call.key
         terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
