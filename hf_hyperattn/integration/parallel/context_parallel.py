@@ -245,21 +245,27 @@ def check_shared_call(name: str, call: HostCall, weights: bool) -> None:
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
     length = find_hierarchy_length(call)
-    refused = {
-        f"{keys} keys for {queries} queries (cached keys, or cross-attention)": queries != keys,
-        "an evicting or hierarchical cache": attached_to(call.key, LayerCache) is not None,
-        "output_attentions": weights,
-        "a bias by position (ALiBi, T5)": call.options.bias is not None,
-        "an indexer that chooses keys": call.keywords.get("indices") is not None,
-        "attention within chunks": call.chunk is not None,
-        f"a hierarchy of {length} tokens": length is not None and length <= queries,
-    }
-    for what, is_there in refused.items():
+    has_cache = attached_to(call.key, LayerCache) is not None
+    other_model = "models without it, or FSDP2 or tensor parallelism"
+    prompt = "training steps and prompts in one call"
+    refused = (
+        (queries != keys, f"{keys} keys for {queries} queries (cached, or of another text)", prompt),
+        (has_cache, "a HierarchicalCache", "another cache, or use_cache=False"),
+        (weights, "output_attentions", "calls without it"),
+        (call.options.bias is not None, "a bias by position (ALiBi, T5)", other_model),
+        (call.keywords.get("indices") is not None, "an indexer that chooses keys", other_model),
+        (call.chunk is not None, "attention within chunks", other_model),
+        (
+            length is not None and length <= queries,
+            f"a hierarchy of {length} tokens",
+            "the hierarchy of the whole text, which is no buffer of context_parallel",
+        ),
+    )
+    for is_there, what, allowed in refused:
         if is_there:
             raise ValueError(
-                f"{name} was called within context parallelism (context_parallel, cp_size) with {what}, which "
-                "would need the tokens of other ranks; allowed: training steps and prompts without it (a hierarchy of "
-                "the whole text is allowed), or FSDP2 or tensor parallelism"
+                f"{name} was called within context parallelism (context_parallel, cp_size) with {what}, which a rank "
+                f"with some of the tokens cannot use; allowed: {allowed}"
             )
 
 
