@@ -11,7 +11,7 @@ import importlib
 
 from torch import nn
 
-#: Attribute that DeepSpeed's ZeRO-3 sets on the modules whose parameters it partitions.
+#: Attribute that DeepSpeed's ZeRO-3 sets on the parameters that it partitions, and on their modules.
 PARTITIONED = "ds_id"
 #: Attribute of a module whose layers' parameters are registered.
 REGISTERED = "_hyperattn_registered"
