@@ -25,7 +25,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from peft import get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention
@@ -41,9 +41,7 @@ LENGTH = 16
 #: Of the tokens: torch's load balancing gives a rank its part from the front and its part from the end.
 ORDERS = ("balanced", "plain")
 PADDINGS = ("none", "right", "left")
-ALL_CELLS = [
-    (order, *case, padding) for order in ORDERS for case in CASES for padding in PADDINGS
-]
+ALL_CELLS = [(order, *case, padding) for order in ORDERS for case in CASES for padding in PADDINGS]
 
 
 def changed(model: nn.Module) -> nn.Module:
@@ -86,7 +84,9 @@ def by_name() -> nn.Module:
 
 
 def with_adapter() -> nn.Module:
-    config = ha.HyperLoraConfig(mechanisms=[ha.HypeConfig(max_length=64), HSA], r=2, target_modules=["q_proj"])
+    config = ha.HyperLoraConfig(
+        mechanisms=[ha.HypeConfig(max_length=64), HSA], r=2, target_modules=["q_proj"]
+    )
     return changed(get_peft_model(stock(FAMILIES["llama"]()), config))
 
 
@@ -232,7 +232,9 @@ def under_accelerate(world: int) -> dict:
         buffers=buffers, buffer_seq_dims=[1, 1], no_restore_buffers=set(buffers)
     ):
         accelerator.backward(model(**data).logits.square().mean())
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def accelerated_model() -> nn.Module:
@@ -267,9 +269,7 @@ def refusals(mesh) -> dict[str, str]:
         "bias": error_of(lambda: call(bloom, dict(ids))),
         "weights": error_of(lambda: call(cone, batch("none"), output_attentions=True)),
         "hierarchical cache": error_of(
-            torch.no_grad()(
-                lambda: call(llama_with(HSA), batch("none"), past_key_values=cache)
-            )
+            torch.no_grad()(lambda: call(llama_with(HSA), batch("none"), past_key_values=cache))
         ),
         "cached keys": error_of(
             lambda: [call(cone, batch("none"), past_key_values=kept) for _ in range(2)]

@@ -1,9 +1,9 @@
 """One of two processes that train patched models by DeepSpeed: python -m tests.integration.deepspeed_zero RANK FOLDER.
 
 FOLDER is laid out as for tests.integration.parallel, and FOLDER/cells.json lists ZeRO stages with cases. Rank 0 writes
-FOLDER/results.pt: by stage and case all parameters after `STEPS` steps. Of stage 3 the whole weights before the first
-step are in FOLDER/zero3/CASE/weights.bin. There ("patched", case) is a model that was patched after DeepSpeed shared out
-its weights.
+FOLDER/results.pt: by stage and case all parameters after `STEPS` steps. The case ("patched", ...) is a model that was
+patched after DeepSpeed shared out its weights, and ("refused", "save") the error of `save_pretrained` then. Of stage 3
+the whole weights before the first step are in FOLDER/zero3/CASE/weights.bin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_hyperattn as ha
 
-from .parallel import AUTO, PATCHES, WORLD, half, path
+from .parallel import AUTO, PATCHES, WORLD, error_of, half, path
 
 RATE = 0.1
 #: The first step under ZeRO-3 registers parameters, the second records their order, the third uses it.
@@ -87,7 +87,9 @@ def main(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=WORLD)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    results = {}
+    model = loaded(3, ("llama", "cone"), folder)
+    save = error_of(lambda: model.save_pretrained(folder / "empty"))
+    results = {("refused", "save"): save}
     for stage, *case in json.loads((folder / "cells.json").read_text()):
         if stage == "patched":
             results[(stage, *case)] = trained(patched(case, folder), 3, rank)

@@ -1,6 +1,6 @@
 """One of several processes that load a patched model by `DistributedConfig`: python -m tests.integration.layouts.
 
-    python -m tests.integration.layouts RANK FOLDER
+    python -m tests.integration.layouts RANK FOLDER WORLD
 
 FOLDER/start/FAMILY/PATCH holds patched checkpoints, and FOLDER/cells.json lists layouts with patches. Every rank writes
 FOLDER/RANK.pt: by (layout, patch) the logits of its rows and the loss's gradients, and ("refused", what) for errors.
@@ -103,11 +103,10 @@ def refusals(folder: Path) -> dict[str, str]:
     return {"save a stage": error_of(lambda: model.save_pretrained(folder / "stage"))}
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, folder: Path, world: int) -> None:
     torch.set_num_threads(1)
     hf.utils.logging.set_verbosity_error()
-    world = int(os.environ["WORLD_SIZE"])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     dist.init_process_group(
         "gloo",
         f"file://{folder}/meeting",
@@ -126,6 +125,6 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
     sys.stdout.flush()
     os._exit(0)  # at the interpreter's end threads of the process group may still run, and abort it

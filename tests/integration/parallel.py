@@ -106,18 +106,17 @@ AFTERWARDS = [("llama", "cone"), ("llama", "talking_heads"), ("qwen3", "head_fus
 
 
 def start(module: str, folder: Path, world: int = WORLD) -> None:
-    """Run `python -m module RANK FOLDER` for every rank, and wait; an error of one is an AssertionError."""
+    """Run `python -m module RANK FOLDER WORLD` for every rank, and wait; an error of one is an AssertionError."""
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {
         "PYTHONPATH": str(root),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(world),
     }
     logs = [folder / f"{rank}.log" for rank in range(world)]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(folder)],
+            [sys.executable, "-m", module, str(rank), str(folder), str(world)],
             cwd=root,
             env=environment,
             stdout=log.open("w"),

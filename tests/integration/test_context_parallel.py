@@ -28,7 +28,10 @@ from .context_parallel import (
 
 CELLS = choose_covering(ALL_CELLS, tuple)
 #: One cell of each kind of work: a rank's own queries only, and the queries of all ranks.
-SMOKE = [("balanced", "llama", "cone and hype, some heads", "left"), ("plain", "bert", "hype", "right")]
+SMOKE = [
+    ("balanced", "llama", "cone and hype, some heads", "left"),
+    ("plain", "bert", "hype", "right"),
+]
 
 
 def run_ranks(folder: Path, world: int, **task) -> list[dict]:

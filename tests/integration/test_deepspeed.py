@@ -53,3 +53,9 @@ def test_a_checkpoint_of_zero_3_is_that_of_one_process(family, name, together):
     saved = torch.load(path(folder, "zero3", (family, name)) / "weights.bin")
     assert not [n for n in saved.keys() - first.keys() if ".hyper." in n]
     assert all(torch.equal(saved[n], tensor) for n, tensor in first.items())
+
+
+def test_empty_tensors_are_not_saved(together):
+    message = together[1]["refused", "save"]
+    assert message.startswith("ValueError: LlamaForCausalLM has weights that DeepSpeed's ZeRO-3")
+    assert "allowed: " in message and "\n" not in message

@@ -1,4 +1,4 @@
-"""Layouts of Transformers' `DistributedConfig` beyond tests.integration.test_parallel give the numbers of one process."""
+"""Further layouts of Transformers' `DistributedConfig` give the numbers of one process."""
 
 from __future__ import annotations
 

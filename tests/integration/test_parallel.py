@@ -1,12 +1,8 @@
-"""A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused.
-
-`python -m tests.integration.test_parallel` prints the largest differences, as docs/results/many_devices.md shows them.
-"""
+"""A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,12 +15,10 @@ import hf_hyperattn as ha
 from .collaborative import quiet
 from .parallel import (
     AFTERWARDS,
-    ALL_CELLS,
     AUTO,
     CASES,
     CELLS,
     FAMILIES,
-    LAYOUTS,
     PATCHES,
     SIZES,
     batch,
@@ -162,25 +156,3 @@ def test_what_ranks_cannot_share_is_refused_in_one_line(what, shared):
         message.startswith("ValueError: ") and REFUSED[what] in message and "allowed: " in message
     )
     assert "\n" not in message
-
-
-def main() -> None:
-    """Print the table's rows: the largest difference of all families."""
-    with tempfile.TemporaryDirectory() as place:
-        folder, results = shared_in(Path(place), ALL_CELLS)
-        for name in PATCHES:
-            cells = []
-            for layout in LAYOUTS:
-                found = [
-                    apart(results[layout, f, n], alone_of(folder, f, n))
-                    for f, n in CASES
-                    if n == name
-                ]
-                cells.append(
-                    ", ".join(f"{max(column):.0e}".replace("0e+00", "0") for column in zip(*found))
-                )
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -249,7 +249,11 @@ def check_shared_call(name: str, call: HostCall, weights: bool) -> None:
     other_model = "models without it, or FSDP2 or tensor parallelism"
     prompt = "training steps and prompts in one call"
     refused = (
-        (queries != keys, f"{keys} keys for {queries} queries (cached, or of another text)", prompt),
+        (
+            queries != keys,
+            f"{keys} keys for {queries} queries (cached, or of another text)",
+            prompt,
+        ),
         (has_cache, "a HierarchicalCache", "another cache, or use_cache=False"),
         (weights, "output_attentions", "calls without it"),
         (call.options.bias is not None, "a bias by position (ALiBi, T5)", other_model),
@@ -292,11 +296,13 @@ def read_real_tokens(name: str, call: HostCall, rows: SharedRows) -> Tensor | No
     batch, _, count, _ = call.query.shape
     real = call.read_mask().places.real
     ids = call.keywords.get("position_ids")
-    has_ids = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == count
+    # Ids with several axes (M-RoPE) count images in their own way.
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != count:
+        ids = None
     # Ranks exchange these three once, so that all of them find the same errors.
     facts = torch.zeros(3, batch, count, dtype=torch.int64, device=call.query.device)
     facts[0] = 1 if real is None else real
-    facts[1] = ids if has_ids else 0
+    facts[1] = 0 if ids is None else ids
     facts[2] = hides_more(call, rows.runs)
     whole, position, hidden = rows.gather(facts, 2)
     whole = whole.bool()
@@ -306,7 +312,7 @@ def read_real_tokens(name: str, call: HostCall, rows: SharedRows) -> Tensor | No
             "than padding, later tokens and a sliding window; allowed: one text a row, and a 2D attention_mask among "
             "the buffers of context_parallel, or none"
         )
-    if has_ids and not counts_tokens(position, whole):
+    if ids is not None and not counts_tokens(position, whole):
         raise ValueError(
             f"{name} was called within context parallelism (context_parallel, cp_size) with position_ids that do not "
             "count the tokens of the whole text; allowed: position_ids=torch.arange(length)[None] among the buffers of "
