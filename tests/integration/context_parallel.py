@@ -279,7 +279,18 @@ def refusals(mesh) -> dict[str, str]:
         ),
         "backward outside": error_of(backward_outside),
         "afterwards": error_of(lambda: cone(**batch("none"))),
+        "notes after unpatching": notes_left(mesh),
     }
+
+
+def notes_left(mesh) -> str:
+    """Attributes of ours that a call within the context leaves on an unpatched model."""
+    model = llama_with(ha.ConeConfig(), layers=[-1])
+    with shared(mesh, data := batch("none")):
+        model(**data)
+    ha.unpatch_model(model)
+    names = {name for module in model.modules() for name in vars(module) if "hyperattn" in name}
+    return ", ".join(sorted(names))
 
 
 def main(rank: int, folder: Path, world: int) -> None:

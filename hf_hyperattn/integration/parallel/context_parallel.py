@@ -78,6 +78,12 @@ def leave_context(module: nn.Module) -> None:
     del module.__dict__[SHARED]
 
 
+def forget_context(model: nn.Module) -> None:
+    """Remove the notes of `enter_context` from a model."""
+    for module in model.modules():
+        module.__dict__.pop(SHARED, None)
+
+
 @dataclass(frozen=True)
 class Run:
     """A run of neighbouring tokens in a rank's part of the rows.
