@@ -40,8 +40,8 @@ COLUMNS = {
 }
 TEXT = """# Results: several devices
 
-Do several processes give the numbers of one? Yes: the largest difference was {largest:.0e}, for every mechanism and
-layout.
+Do several processes give the numbers of one? Yes: the largest difference was {largest:.0e}, over all mechanisms and
+layouts.
 
 The tables show the largest difference from one process, of logits and of the gradients of all parameters. They are in
 float32, on gloo ranks. The limit is 1e-5.
@@ -52,8 +52,8 @@ float32, on gloo ranks. The limit is 1e-5.
 Models have two layers with four heads and two key heads (Llama, Qwen3, Qwen3-MoE with four experts) or four (BERT).
 Collaborative heads need a model without rotary positions, and the models of some layouts have them.
 
-The command is `python -m tests.integration.many_devices`, run on {machine} with torch {torch} and Transformers
-{transformers}. Layouts are explained in [Run on several devices](../many_devices.md).
+The command is `python -m tests.integration.many_devices`. It ran on {machine}, with torch {torch} and
+Transformers {transformers}. [Run on several devices](../many_devices.md) explains the layouts.
 
 ## Two ranks
 
@@ -61,7 +61,7 @@ The command is `python -m tests.integration.many_devices`, run on {machine} with
 
 - **Heads of a rank**: the heads that a rank computes under tensor parallelism.
 - **Tokens of a rank**: the queries that a rank computes under context parallelism, in causal models. In other models it
-  computes all.
+  computes all. Sparse rules compute all if one of them reads earlier queries, as one does here.
 
 ## More layouts
 
