@@ -266,6 +266,10 @@ class MechanismLayer(nn.Module):
     mixes_heads = True
     #: Parameters that a layer without mixed heads nevertheless needs for all heads.
     for_all_heads: tuple[str, ...] = ()
+    #: Whether the output of a query depends on other queries of the call. If not, a causal layer
+    #: under context parallelism gets the queries of its rank only. Otherwise every rank computes
+    #: all queries.
+    mixes_queries = True
 
     def __init__(
         self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None

@@ -73,6 +73,7 @@ class ScoreLayer(MechanismLayer):
 
     honours_heads = True
     mixes_heads = False
+    mixes_queries = False
 
     #: Numbers of the config that each query head learns.
     learned: tuple[str, ...] = ()

@@ -60,6 +60,7 @@ class SelectionLayer(MechanismLayer):
 
     honours_heads = True
     mixes_heads = False
+    mixes_queries = False
     reads_forgotten = True
 
     #: The name of the settings and the advice, for `warn_beyond`.

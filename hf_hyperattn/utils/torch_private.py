@@ -6,12 +6,15 @@ one of the functions, importing the package raises one ImportError with its name
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 #: The versions that have been tested are in integration/patching/versions.py; this is the range in short.
@@ -72,3 +75,50 @@ def find_packet(operator: Any) -> Any:
     # `torch.ops` finds operators by name only: a second copy of this package, as in a kernel
     # repository, would find those of the first.
     return operator._opoverload._overloadpacket
+
+
+#: torch's own attention. Inside torch's `context_parallel` another function stands in its place.
+PLAIN_ATTENTION = nn.functional.scaled_dot_product_attention
+
+
+def find_context_mesh() -> Any:
+    """Return the ranks of torch's active `context_parallel`, a `DeviceMesh`; None outside of it."""
+    # Only the function that torch puts in place of its attention knows the ranks.
+    replaced: Any = nn.functional.scaled_dot_product_attention
+    if not str(getattr(replaced, "__module__", "")).startswith("torch.distributed."):
+        return None
+    return take_known(inspect.getclosurevars(replaced).nonlocals.get("device_mesh"))
+
+
+def find_token_order(length: int, ranks: int, device: torch.device) -> torch.Tensor | None:
+    """Return the tokens of a row in the order in which `context_parallel` shares them out.
+
+    Rank r has the r-th of `ranks` equal parts.
+
+    Args:
+        length: Number of tokens of a row, on all ranks together.
+        ranks: Number of ranks.
+        device: Device of the result.
+
+    Returns:
+        int64 [length]; None if the tokens are in their own order.
+    """
+    # The active context has asked the same function.
+    module = sys.modules[nn.functional.scaled_dot_product_attention.__module__]
+    make_balancer = take_known(getattr(module, "_create_default_load_balancer", None))
+    balancer = make_balancer(length, ranks, device)
+    return None if balancer is None else balancer._generate_indices()[0].long()
+
+
+def take_known(found: Any) -> Any:
+    """Return a private fact about `context_parallel`.
+
+    Raises:
+        ValueError: The fact is None, because torch has changed.
+    """
+    if found is None:
+        raise ValueError(
+            f"torch {torch.__version__} does not tell how context_parallel shares tokens; allowed: {TESTED}, or FSDP2 "
+            "or tensor parallelism"
+        )
+    return found

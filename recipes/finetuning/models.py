@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import set_seed
 
 import hf_hyperattn as ha
@@ -138,6 +140,15 @@ def adapter_config(model: nn.Module, peft: Peft):
         options["target_modules"] = sorted(config.target_modules)
         return LoraConfig(r=peft.r, task_type=config.task_type, **options)
     return config
+
+
+def gathered(model: nn.Module) -> AbstractContextManager:
+    """All weights of a model that DeepSpeed's ZeRO-3 has shared out while it was loaded."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
 def count(model: nn.Module) -> dict[str, int]:

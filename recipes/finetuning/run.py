@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import transformers
 from accelerate import PartialState
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import set_seed
 
 from hf_hyperattn.analysis import PeakMemory, max_logit_difference
@@ -90,14 +91,16 @@ def train(model, data: Examples | Text, settings: Settings, arguments, clock: Cl
     """Train the loaded model; the results of the main process."""
     process, folder = PartialState(), Path(settings.trainer.output)
     before, reference = {}, None
-    if process.is_main_process:
-        model.to(process.device)
-        before, reference = data.measure(model), data.compared(model)
+    with models.gathered(model):
+        if process.is_main_process:
+            model.to(process.device)
+            before, reference = data.measure(model), data.compared(model)
     clock.lap("before")
     set_seed(settings.trainer.seed)
     model = models.make_trainable(model, settings)
-    apart = None if reference is None else max_logit_difference(data.compared(model), reference)
-    parameters = models.count(model)
+    with models.gathered(model):
+        apart = None if reference is None else max_logit_difference(data.compared(model), reference)
+        parameters = models.count(model)
     trainer = training.Trainer(
         model,
         arguments,
@@ -112,6 +115,8 @@ def train(model, data: Examples | Text, settings: Settings, arguments, clock: Cl
     clock.lap("train")
     save(trainer, data.processor, settings)
     after = {}
+    # One process loads the model by itself, so it must not share the weights out again.
+    unset_hf_deepspeed_config()
     if process.is_main_process:
         del model
         after = look_again(data, settings, process)

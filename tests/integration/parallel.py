@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
@@ -106,18 +105,18 @@ CELLS = choose_covering(ALL_CELLS, tuple)
 AFTERWARDS = [("llama", "cone"), ("llama", "talking_heads"), ("qwen3", "head_fusion")]
 
 
-def start(module: str, folder: Path) -> None:
-    """Run `python -m module RANK FOLDER` for every rank, and wait; an error of one is an AssertionError."""
+def start(module: str, folder: Path, world: int = WORLD) -> None:
+    """Run `python -m module RANK FOLDER WORLD` for every rank, and wait; an error of one is an AssertionError."""
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {
         "PYTHONPATH": str(root),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    logs = [folder / f"{rank}.log" for rank in range(WORLD)]
+    logs = [folder / f"{rank}.log" for rank in range(world)]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(folder)],
+            [sys.executable, "-m", module, str(rank), str(folder), str(world)],
             cwd=root,
             env=environment,
             stdout=log.open("w"),
@@ -130,7 +129,7 @@ def start(module: str, folder: Path) -> None:
     finally:
         for process in started:
             process.kill()
-    assert codes == [0] * WORLD, "\n".join(log.read_text()[-3000:] for log in logs)
+    assert codes == [0] * world, "\n".join(log.read_text()[-3000:] for log in logs)
 
 
 def path(folder: Path, layout: str, case) -> Path:
@@ -209,34 +208,16 @@ def patched_afterwards(case, folder: Path) -> Tensor:
 
 @torch.no_grad()
 def others(folder: Path) -> dict:
-    """Heads that the plan gathers again, by name and by patch; and layers that ranks have in turn."""
+    """Heads that the plan gathers again, by name and by patch."""
     load, shared, results = AUTO["llama"].from_pretrained, DistributedConfig(tp_size=WORLD), {}
     for how, options in (("by name", {"attn_implementation": "hype"}), ("patched", {})):
         model = load(folder / "gathered" / how, distributed_config=shared, **options)
         results["other", f"gathered heads, {how}"] = model(**batch()).logits
-    if hasattr(DistributedConfig, "pp_size"):
-        model = load(
-            path(folder, "start", ("llama", "cone")),
-            distributed_config=DistributedConfig(pp_size=WORLD),
-        )
-        data = {name: tensor for name, tensor in batch().items() if name != "labels"}
-        results["other", "pipeline"] = model(**data).logits
     return results
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    from torch.distributed.tensor.experimental import context_parallel
-
-    stock, cone = path(folder, "stock", ("llama",)), path(folder, "start", ("llama", "cone"))
     load, shared = AUTO["llama"].from_pretrained, layout("tp", "llama")
-    mesh, data = init_device_mesh("cpu", (WORLD,)), batch()
-    patched, named = load(cone), load(stock, attn_implementation="hype")
-
-    def in_context(model):
-        ids = data["input_ids"][:, :8].clone()
-        with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
-            model(input_ids=ids, use_cache=False)
-
     return {
         "three heads": error_of(lambda: load(folder / "three_heads", distributed_config=shared)),
         "converted": error_of(
@@ -252,9 +233,6 @@ def refusals(folder: Path) -> dict[str, str]:
                 ha.CollaborativeConfig(rank=16),
             )
         ),
-        "context parallel": error_of(lambda: in_context(patched)),
-        "context parallel by name": error_of(lambda: in_context(named)),
-        "context parallel, afterwards": error_of(lambda: patched(**data)),
     }
 
 

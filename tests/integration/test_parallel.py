@@ -1,12 +1,8 @@
-"""A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused.
-
-`python -m tests.integration.test_parallel` prints the largest differences, as docs/results/many_devices.md shows them.
-"""
+"""A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,12 +15,10 @@ import hf_hyperattn as ha
 from .collaborative import quiet
 from .parallel import (
     AFTERWARDS,
-    ALL_CELLS,
     AUTO,
     CASES,
     CELLS,
     FAMILIES,
-    LAYOUTS,
     PATCHES,
     SIZES,
     batch,
@@ -138,16 +132,10 @@ def test_a_model_that_is_cut_already_can_be_patched(family, name, shared):
     assert (results["patched", family, name] - alone).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("what", ["gathered heads, by name", "gathered heads, patched", "pipeline"])
-def test_other_ways_to_share_a_model(what, shared):
+@pytest.mark.parametrize("what", ["gathered heads, by name", "gathered heads, patched"])
+def test_heads_that_a_plan_gathers_again(what, shared):
     folder, results = shared
-    if ("other", what) not in results:
-        pytest.skip("this Transformers has no pipelines")
-    source = (
-        path(folder, "start", ("llama", "cone"))
-        if what == "pipeline"
-        else folder / "gathered" / what.split(", ")[1]
-    )
+    source = folder / "gathered" / what.split(", ")[1]
     name = {"attn_implementation": "hype"} if what.endswith("by name") else {}
     with torch.no_grad():
         alone = AUTO["llama"].from_pretrained(source, **name)(**batch()).logits
@@ -158,8 +146,6 @@ REFUSED = {
     "three heads": "model.layers.0.self_attn of LlamaForCausalLM has 3 query heads and 1 key heads",
     "converted": "cut into 2 ranks by tensor parallelism, for which what a conversion by collaborative puts in it",
     "convert": "cut into 2 ranks by tensor parallelism, for which what a conversion by collaborative puts in it",
-    "context parallel": "context parallelism",
-    "context parallel by name": "context parallelism",
 }
 
 
@@ -170,29 +156,3 @@ def test_what_ranks_cannot_share_is_refused_in_one_line(what, shared):
         message.startswith("ValueError: ") and REFUSED[what] in message and "allowed: " in message
     )
     assert "\n" not in message
-
-
-def test_after_context_parallelism_all_is_as_before(shared):
-    assert shared[1]["refused", "context parallel, afterwards"] == ""
-
-
-def main() -> None:
-    """Print the table's rows: the largest difference of all families."""
-    with tempfile.TemporaryDirectory() as place:
-        folder, results = shared_in(Path(place), ALL_CELLS)
-        for name in PATCHES:
-            cells = []
-            for layout in LAYOUTS:
-                found = [
-                    apart(results[layout, f, n], alone_of(folder, f, n))
-                    for f, n in CASES
-                    if n == name
-                ]
-                cells.append(
-                    ", ".join(f"{max(column):.0e}".replace("0e+00", "0") for column in zip(*found))
-                )
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -243,6 +243,38 @@ def test_fsdp2_ends_where_ddp_ends_and_resumes_exactly(model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_ends_where_ddp_ends(stage, model, tmp_path):
+    pytest.importorskip("deepspeed")
+    launchers = {
+        "ddp": launched("ddp"),
+        "deepspeed": (
+            *launched(f"deepspeed_zero{stage}"),
+            "--module",
+            "tests.recipes.deepspeed_on_cpu",
+        ),
+    }
+    adapters = {}
+    for way, launcher in launchers.items():
+        out = tmp_path / way
+        data = recipe(model, out, peft={"dropout": 0.0}, trainer={"batch_size": 1})
+        path = write(tmp_path / f"{way}.yaml", data)
+        process = start(
+            "--config", path, launcher=launcher, script=way == "ddp", ACCELERATE_USE_CPU="true"
+        )
+        code, _, said = finish(process)
+        assert code == 0, said[-3000:]
+        adapters[way] = load_file(out / WEIGHTS)
+        results = json.loads((out / "results.json").read_text())
+        assert results["distributed"] == {"ddp": "MULTI_CPU", "deepspeed": "DEEPSPEED"}[way]
+    assert adapters["ddp"].keys() == adapters["deepspeed"].keys()
+    for name, value in adapters["ddp"].items():
+        assert (value - adapters["deepspeed"][name]).abs().max() < 1e-5
+
+
+@pytest.mark.slow
 def test_two_machines_of_slurm_share_a_run(model, tmp_path):
     """Both are this one, behind a stand-in for Slurm's commands."""
     bin_ = tmp_path / "bin"

@@ -49,7 +49,8 @@ from ...mechanisms.selection.places import (
 )
 from ...utils.attached import attach
 from ...utils.readable import can_read
-from ..parallel.refused_sharding import PARTITIONED, refuse_partitioned
+from ..parallel.context_parallel import attend_shared, find_context
+from ..parallel.partitioned import PARTITIONED, register_parameters
 from ..parallel.tensor_parallel import heads_of_rank, on_rank
 from .batched_requests import (
     Step,
@@ -113,6 +114,13 @@ def attention_function(named: Any = None) -> Callable:
             return attend_step(module, query, key, value, keywords, step, named)
         weights = wants_weights(module, keywords)
         layers = find_layers(module, named)
+        mesh = find_context(module)
+        if mesh is not None:
+            # Under context parallelism each rank has some tokens, also in layers without mechanism.
+            call = read_call(module, query, key, value, attention_mask, keywords)
+            compute = partial(compute_output, layers)
+            output = attend_shared(compute, layers, module, call, mesh, weights)
+            return output.transpose(1, 2).contiguous(), None
         if layers is None:
             return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
         # An evicting cache hands out placeholders that only HSA and sparse layers may open.
@@ -416,6 +424,9 @@ class Layers(nn.Module):
             ValueError: The number of query heads differs from the patched one, or is no multiple of
                 the number of key heads.
         """
+        if PARTITIONED in self.__dict__ and register_parameters(self):
+            # Enter again: DeepSpeed gathers registered parameters when a module is called.
+            return self(call, weights, stock)
         self.check_head_counts(call)
         if call.keywords.get("hierarchy") is not None:
             warn_of_hierarchy(tuple(self._modules))
@@ -427,8 +438,6 @@ class Layers(nn.Module):
         everything = False
         if rank is not None:
             call, layers, everything = on_rank(tuple(self._modules.values()), call, rank)
-        elif PARTITIONED in self.__dict__:
-            refuse_partitioned(self)
         # Start from plain softmax attention, and let every layer change its stage of the plan.
         query, key = call.query, call.key
         terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
@@ -493,6 +502,13 @@ def warn_of_hierarchy(names: tuple[str, ...]) -> None:
             f"hierarchy= reached attention that runs {' and '.join(names)}, which ignores it; leave it out, or patch "
             "the model with a mechanism over hierarchies too, such as HsaConfig()"
         )
+
+
+def compute_output(layers: Callable | None, call: HostCall) -> Tensor:
+    """Return the output [B, H, N, dv] of a call, by plain attention if no layer changes it."""
+    output = None if layers is None else layers(call)
+    output = Layers()(call) if output is None else output
+    return output[0]
 
 
 def compute_stock_output(module, query, key, value, attention_mask, keywords: dict) -> Tensor:

@@ -39,6 +39,7 @@ from ..adapters.adapter_config import (
 from ..adapters.hyper_adapter import base_hyper, hyper_adapters
 from ..attention.hyper import Hyper, patched_hosts, unwrap_hyper
 from ..attention.stock import OURS, PATCHED, RUNNING
+from ..parallel.partitioned import PARTITIONED
 from ..patching.attach import cut_to_depth
 from ..patching.checkpoint_config import (
     LOADING,
@@ -107,10 +108,12 @@ def checkpoint_folder(target: str | os.PathLike, published: object) -> Iterator[
 def _save_model(original, self, save_directory, is_main_process=True, *args, **kwargs):
     """Write records, check the tensors, and save the checkpoint as a whole."""
     patched = any(patched_hosts(self))
+    state_dict = kwargs.get("state_dict", args[0] if args else None)
     if patched:
+        if state_dict is None:
+            refuse_parts(self)
         # Again, because parts of the model may have been patched or unpatched by themselves.
         write_records(self)
-    state_dict = kwargs.get("state_dict", args[0] if args else None)
     if getattr(self, "_hf_peft_config_loaded", False):
         before_saving_adapters(self, self.peft_config, self.active_adapters())
     elif state_dict is None:
@@ -144,6 +147,24 @@ def _save_model(original, self, save_directory, is_main_process=True, *args, **k
         # From a folder of its own: other files of the target are not uploaded.
         with tempfile.TemporaryDirectory() as folder:
             original(self, folder, push_to_hub=True, **options)
+
+
+def refuse_parts(model: PreTrainedModel) -> None:
+    """Raise if this process holds a part of the weights, and Transformers would write that part.
+
+    Raises:
+        ValueError: The model is a stage of a pipeline, or ZeRO-3 has shared out its weights.
+    """
+    if hasattr(model, "_pp_stage"):
+        raise ValueError(
+            f"{type(model).__name__} is one stage of a pipeline (pp_size), and save_pretrained would write the layers "
+            "of this stage only; allowed: save the model that was loaded without pp_size"
+        )
+    if any(hasattr(p, PARTITIONED) and not p.numel() for p in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has weights that DeepSpeed's ZeRO-3 shares out, and save_pretrained would write "
+            "empty tensors; allowed: Trainer.save_model, or state_dict=accelerator.get_state_dict(model)"
+        )
 
 
 def refuse_wrapped(model: PreTrainedModel) -> None:

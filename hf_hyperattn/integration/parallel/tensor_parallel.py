@@ -7,8 +7,6 @@ of ranks.
 - For a mechanism that mixes heads, queries, keys and values of all ranks are gathered. Every rank
   computes all heads of that attention layer and continues with its own.
 - Gradients are summed over the ranks in the backward pass.
-
-Context parallelism, in which each rank has some tokens, raises an error.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.func import functional_call
 
 from ...mechanisms.base import HostCall, MechanismLayer, Plan, RankHeads
-from .refused_sharding import refuse_context_parallel
 
 
 def heads_of_rank(
@@ -41,11 +38,8 @@ def heads_of_rank(
             only if ranks share the heads.
 
     Raises:
-        ValueError: The call has neither all heads nor the rank's share, or ranks share the tokens.
+        ValueError: The call has neither all heads nor the rank's share.
     """
-    # The check reads `sys.modules`, which torch's compiler cannot trace.
-    if not torch.compiler.is_compiling():
-        refuse_context_parallel(module)
     for weight in module.parameters():
         if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
             mesh: Any = weight.device_mesh
@@ -132,14 +126,14 @@ def gather_call(call: HostCall, heads: RankHeads) -> HostCall:
         # A tensor without this axis, or of size 1 there, is the same for all heads.
         if tensor is None or tensor.dim() < -axis or tensor.shape[axis] != count:
             return tensor
-        return gather_parts(tensor, axis, heads)
+        return gather_parts(tensor, axis, heads.mesh)
 
     options = call.options
     return replace(
         call,
-        query=gather_parts(call.query, 1, heads),
-        key=gather_parts(call.key, 1, heads),
-        value=gather_parts(call.value, 1, heads),
+        query=gather_parts(call.query, 1, heads.mesh),
+        key=gather_parts(call.key, 1, heads.mesh),
+        value=gather_parts(call.value, 1, heads.mesh),
         options=replace(
             options,
             mask=gather_if_by_head(options.mask, -3),
@@ -150,15 +144,20 @@ def gather_call(call: HostCall, heads: RankHeads) -> HostCall:
     )
 
 
-def gather_parts(tensor: Tensor, axis: int, heads: RankHeads) -> Tensor:
+def gather_parts(tensor: Tensor, axis: int, mesh: Any) -> Tensor:
     """Concatenate the parts of all ranks along an axis.
 
     In the backward pass each part gets the sum of all ranks' gradients for it.
+
+    Args:
+        tensor: The rank's part; all ranks have parts of equal shape.
+        axis: The axis.
+        mesh: torch's device mesh of the ranks.
     """
     # Collective operations of some backends do not support booleans.
     if tensor.dtype == torch.bool:
-        return gather_parts(tensor.byte(), axis, heads).bool()
+        return gather_parts(tensor.byte(), axis, mesh).bool()
     parts = DTensor.from_local(
-        tensor.contiguous(), heads.mesh, [Shard(axis % tensor.dim())], run_check=False
+        tensor.contiguous(), mesh, [Shard(axis % tensor.dim())], run_check=False
     )
     return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

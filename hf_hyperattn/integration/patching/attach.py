@@ -37,6 +37,7 @@ from ..attention.stock import (
     run_beneath,
     stock_name,
 )
+from ..parallel.partitioned import PARTITIONED
 from .checkpoint_config import all_configs, erase_records, list_models, ranks_of, write_records
 from .decay import WATCH
 from .hierarchical import accept_hierarchy
@@ -410,7 +411,8 @@ def new_hyper(
         for part in hyper.modules():
             # `Module.to` fails under FakeTensorMode, so every parameter is replaced by hand.
             for name, p in part._parameters.items():
-                if p is not None:
+                # DeepSpeed's `zero.Init` has already moved and partitioned the parameters it made.
+                if p is not None and not hasattr(p, PARTITIONED):
                     target = p.device if p.is_meta else device
                     moved = p.detach().to(dtype=dtype, device=target)
                     part._parameters[name] = nn.Parameter(moved, p.requires_grad)

@@ -27,6 +27,7 @@ from ..attention.hidden import form_of_hidden, stop_noting
 from ..attention.hyper import patched_hosts, unwrap_hyper
 from ..attention.running_call import remove_cache_hooks
 from ..attention.stock import OURS, PATCHED, check_beneath
+from ..parallel.context_parallel import forget_context
 from .attach import (
     Selected,
     all_hosts,
@@ -256,6 +257,7 @@ def take_off(base: PreTrainedModel) -> None:
         stop_watching(host)
         remove_cache_hooks(host)
     ignore_hierarchy(base)
+    forget_context(base)
     erase_records(all_configs(base))
     # Parts that run a mechanism with a hierarchy by name keep their `hierarchy=` argument.
     resolve_names(base)

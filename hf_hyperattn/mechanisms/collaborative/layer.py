@@ -40,6 +40,7 @@ class FullLayer(MechanismLayer):
     """
 
     honours_heads = True
+    mixes_queries = False
 
     def __init__(
         self, config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None

@@ -36,6 +36,7 @@ class HeadFusionLayer(MechanismLayer):
 
     honours_heads = True
     reads_hidden = True
+    mixes_queries = False
     mixes_heads = False  # it reads hidden states, but no output of another head
     for_all_heads = ("query_map", "kappa", "bias")
 

@@ -43,6 +43,7 @@ class MklLayer(MechanismLayer):
     """
 
     honours_heads = True
+    mixes_queries = False
     for_all_heads = ("beta",)
 
     def __init__(self, config: MklConfig, host: Host | None, mode: str = "replace", heads=None):

@@ -391,7 +391,7 @@ class Reading:
                 return None
         return real.expand(self.batch, stop)
 
-    def shows_by_place(self, window: int | None) -> bool:
+    def shows_by_place(self, window: int | None, piece: int | None = None) -> bool:
         """Return whether real queries see exactly the real keys up to their own.
 
         An additive mask must add 0 to them. The rows of padded queries do not matter.
@@ -399,10 +399,13 @@ class Reading:
         Args:
             window: Sliding window of the attention layer: only the last `window` of these keys,
                 padding included. None: all.
+            piece: Only keys of the query's own piece of the row; pieces have this many tokens.
+                None: the row is one piece.
         """
-        return self.read_once(("shows by place", window), lambda: self._shows_by_place(window))
+        name = "shows by place", window, piece
+        return self.read_once(name, lambda: self._shows_by_place(window, piece))
 
-    def _shows_by_place(self, window: int | None) -> bool:
+    def _shows_by_place(self, window: int | None, piece: int | None) -> bool:
         """Compute `shows_by_place`."""
         mask, places = self.given, self.places
         keys = self.keys
@@ -412,6 +415,7 @@ class Reading:
         shown = read_visible(mask[..., :keys])
         shown = shown & expected if self.by_position else shown
         expected = expected if window is None else expected & (key > own - window)
+        expected = expected if piece is None else expected & (key // piece == own // piece)
         if places.real is not None:
             expected = expected & places.real[:, None, None, places.dropped :].to(mask.device)
         same = shown == expected

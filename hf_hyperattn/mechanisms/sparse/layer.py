@@ -40,6 +40,7 @@ class SparseLayer(SelectionLayer):
         super().__init__(config, host, mode, heads)
         if host is None:
             self.asker = ""
+            self.mixes_queries = True
             return
         if host.grows:
             raise ValueError(
@@ -53,6 +54,7 @@ class SparseLayer(SelectionLayer):
         rules = config.head_rules(host.heads, host.name)
         if not host.is_causal:
             rules.check_both_sides(host.name)
+        self.mixes_queries = rules.earlier > 0
         self.reads_cache = host.is_causal and rules.earlier > 0
         self.counts_keys = host.is_causal and not rules.are_exact
 

@@ -23,6 +23,7 @@ class TalkingHeadsLayer(MechanismLayer):
     """
 
     honours_heads = True
+    mixes_queries = False
 
     def __init__(self, config: TalkingHeadsConfig, host: Host, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)

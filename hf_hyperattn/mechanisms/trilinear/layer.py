@@ -52,6 +52,7 @@ class BidafLayer(MechanismLayer):
 
     honours_heads = True
     mixes_heads = False
+    mixes_queries = False
 
     def __init__(
         self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None
@@ -132,6 +133,7 @@ class SimplicialLayer(MechanismLayer):
 
     honours_heads = True
     mixes_heads = False
+    mixes_queries = False
 
     def __init__(
         self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None
