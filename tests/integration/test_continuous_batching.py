@@ -8,6 +8,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
+from hf_hyperattn.integration.attention import call_path
 from hf_hyperattn.integration.loading.continuous_batching import asks_for_graphs
 from hf_hyperattn.rules import Pages, Window
 
@@ -148,6 +149,13 @@ def test_rules_that_cannot_be_served_are_refused(query, changes, message):
 def test_settings_that_ask_for_cuda_graphs(settings, expected):
     """As Transformers reads them: the switch decides, else settings that only graphs use."""
     assert asks_for_graphs(ContinuousBatchingConfig(**settings)) == expected
+
+
+def test_ranks_that_share_tokens_are_refused(monkeypatch):
+    monkeypatch.setattr(call_path, "find_context", lambda module: object())
+    model = ha.patch_model(steep(), SERVED["cone"])
+    with pytest.raises(ValueError, match="outside of it"):
+        call_path.attend_step(model.model.layers[0].self_attn, *[None] * 6)
 
 
 def test_stock_models_are_as_they_were():

@@ -163,7 +163,15 @@ def attend_step(
         keywords: All other arguments of the call.
         step: The requests.
         named: As in `attention_function`.
+
+    Raises:
+        ValueError: Ranks share the tokens of the step.
     """
+    if find_context(module) is not None:
+        raise ValueError(
+            "continuous batching was called within context parallelism (context_parallel), where a rank has a part of "
+            "every request; allowed: generate_batch() outside of it"
+        )
     layers = find_layers(module, named)
     keywords = keywords_of_request(keywords)
     call = read_call(module, query, key, value, None, keywords)
