@@ -417,7 +417,8 @@ def format_title(report: dict[str, Any]) -> str:
     """Return one line that says what was compared."""
     return (
         f"{public_name(report['model'])} on {', '.join(report['texts'])}: {report['seeds']} seeds, {report['steps']} "
-        f"training steps of {report['length']} tokens, {report['read']:,} held-out tokens, {report['seconds'] / 60:.1f} min"
+        f"training steps of {report['length']} tokens, {report['read']:,} held-out tokens, "
+        f"{report['seconds'] / 60:.1f} min"
     )
 
 

@@ -24,7 +24,7 @@ from hf_hyperattn.inject import retrieval
 from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 
 #: Rules of all heads: the point "rules with a kernel, together, 20 %" of docs/results/frontier.md.
-#: `python benchmarks/frontier.py --length 8192 --config FILE` writes this file.
+#: The docstring of benchmarks/frontier.py has the command that writes this file.
 RULES = Path(__file__).parent / "smollm2_sparse_8192.json"
 LENGTH = 8192  # tokens that the rules were chosen for
 #: Facts that are hidden in the text: the place as a share of the text, a statement, and its end, which the

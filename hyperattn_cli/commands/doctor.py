@@ -44,6 +44,7 @@ def make_report() -> dict[str, str]:
     missing = []
     engine = check_engine()
     command = describe_compiler()
+    levels = " ".join(native.read_levels()) or "unknown"
     # Each entry says what is slower or impossible without the program.
     if not engine.startswith("cpu"):
         missing.append(
@@ -56,7 +57,7 @@ def make_report() -> dict[str, str]:
     return {
         address.NAME: f"{address.VERSION}, in {native.PACKAGE}",
         "python": f"{platform.python_version()}, {', '.join(programs)}",
-        "cpu": f"{platform.machine()}, {count_threads()}, instruction sets {' '.join(native.read_levels()) or 'unknown'}",
+        "cpu": f"{platform.machine()}, {count_threads()}, instruction sets {levels}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "compiler": command or "none",
         "kernels": describe_kernels(

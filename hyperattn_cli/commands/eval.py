@@ -13,8 +13,8 @@ from typing import Any
 
 from hf_hyperattn.analysis import perplexity
 
-from ..shared.console import ProgressBar, print_report, print_table, show_progress
 from ..shared.adapters import find_base, is_adapter
+from ..shared.console import ProgressBar, print_report, print_table, show_progress
 from ..shared.inputs import (
     encode_text,
     prefix_of,
@@ -132,12 +132,16 @@ def describe_difference(report: dict[str, Any]) -> str:
             return "The model is not patched. To compare it with a patch, add --mechanism NAME."
         return "There is one row, because the checkpoint does not contain its original attention."
     _, name = report["rows"]
+    windows = len(report["rows"][name]["windows"])
     change = report["difference"]
     error = report["standard_error"]
-    sentence = f"Perplexity changes by {math.expm1(change):+.2%} ({name}). The loss changes by {change:+.4f} nats per token"
+    sentence = (
+        f"Perplexity changes by {math.expm1(change):+.2%} ({name}). The loss changes by {change:+.4f} nats "
+        "per token"
+    )
     if error is None:
         return f"{sentence}. One window was read, so the uncertainty is unknown."
-    sentence += f", with a standard error of {error:.4f} over {len(next(iter(report['rows'].values()))['windows'])} windows."
+    sentence += f", with a standard error of {error:.4f} over {windows} windows."
     if not change and not error:
         return f"{sentence} Both models compute the same: the gates of a fresh patch are 0."
     # Two standard errors: about 95 % of differences by chance are smaller.
