@@ -57,9 +57,10 @@ moves the gates. Compare it with a control on a text of yours:
 Replaced: every layer computes the cone formula, with weights that were trained for dot products. Without
 training, this loses the model's quality. It is for models that are trained with it."""
 ABOUT_SPARSE = """\
-Sparse: each of the 270 attention heads reads only a window, some pages or single keys of the text. Its
-rule was chosen by measurement, without training. "Ratio" is the time to read the text over the
-original's. Both models took turns after every layer. Make one for your texts:
+Sparse: nearly all of the 270 attention heads read only a window, some pages or single keys of the text.
+The rule of each head was chosen by measurement, without training. "Time" is the CPU time to read the
+text (on a GPU: seconds), "ratio" compares it with the original's. Both models took turns after every
+layer. Facts are found if the model completes them at the end of the text. Make one for your texts:
     hyperattn inject {model} --mechanism sparse --text FILE --output DIR"""
 HUB_ID = f"HuggingFaceTB/{smollm2.NAME}"
 ORIGINAL, PATCHED, REPLACED = "original", "cone, patched in", "cone, replaced"

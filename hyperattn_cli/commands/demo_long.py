@@ -36,7 +36,7 @@ FACTS = (
     (0.8, "The password of the quiet harbor is", " lantern"),
 )
 ORIGINAL, SPARSE = "original", "sparse"
-HEADER = ("attention", "logits computed", "perplexity", "facts found", "CPU time", "ratio")
+HEADER = ("attention", "logits computed", "perplexity", "facts found", "time", "ratio")
 
 
 def find_reason_against(model: Any, name: str, expected: str, tokens: int) -> str | None:
