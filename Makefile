@@ -27,7 +27,7 @@ help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
 
 # Threads that wait asleep: on cores shared with others, threads that wait spinning halve the speed of both.
-demo: $(VENV)/.demo  ## see a real model with cone attention beside itself (ARGS="--text FILE --model ID")
+demo: $(VENV)/.demo  ## see a real model with cone attention and with sparse attention (ARGS="--text FILE --model ID")
 	@OMP_WAIT_POLICY=passive $(BIN)/hyperattn demo $(ARGS)
 
 recipe: $(VENV)/.recipe  ## train a model with a mechanism; minutes on two cores (NAME=smollm2/cone ARGS="--fresh")

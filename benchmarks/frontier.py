@@ -4,6 +4,8 @@
     python benchmarks/frontier.py --length 2048 --threads 1      # again until it says that all is done
     python benchmarks/frontier.py --length 2048 --only Quest --budgets 0.2 --minutes 10
     python benchmarks/frontier.py --length 8192 --only "rules with a kernel" --kind together --mixed
+    python benchmarks/frontier.py --length 8192 --only "rules with a kernel" --kind together --budgets 0.2 \\
+        --config hyperattn_cli/commands/smollm2_sparse_8192.json # the rules of `hyperattn demo`
     python benchmarks/frontier.py --draw                         # tables and plot of docs/results/frontier.md
 
 A cell is a method, "uniform" (the rule of the method that is predicted to lose least, for all heads) or "by head" (a
@@ -22,10 +24,12 @@ needles and 72 words of few-shot in eight passes. Measurements and every text of
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +50,7 @@ from frontiers.choices import Choices, counted, held_out_texts, tokens_of
 from frontiers.rules import HEALED, as_run
 from frontiers.table import draw
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn
 from hf_hyperattn.analysis.cost import PeakMemory
@@ -237,6 +241,16 @@ def mixed_examples(
     return made
 
 
+def write_config(cell: Cell, file: Path) -> None:
+    """Write the config that patches SmolLM2-135M with the rules of a cell, from committed costs."""
+    entry = read_results()["cells"].get(cell.key, {})
+    allocation = Choices(cell.length).of(cell, entry.get("times"), entry.get("rounds", ()))
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(smollm2()))
+    hf_hyperattn.patch_model(model, as_run(allocation).config())
+    file.write_text(json.dumps(model.config.hyperattn) + "\n", encoding="utf-8")
+
+
 def plan(result: dict, wanted: Sequence[Cell]) -> None:
     """Print what is left of these cells, in hours of one core."""
     total = 0.0
@@ -276,6 +290,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument(
         "--mixed", action="store_true", help="eight mixtures more, of the cells that are named"
     )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="write the HyperAttnConfig of the one cell that is named",
+    )
     parser.add_argument("--plan", action="store_true", help="the cells that are left, and hours")
     parser.add_argument(
         "--draw", action="store_true", help="the tables and the plot, from the results"
@@ -313,6 +333,13 @@ def main(words: list[str] | None = None) -> None:
         parser.error(
             "no cell is of all that --only, --budgets and --kind name; leave one of them out"
         )
+    if args.config:
+        named = [cell for cell in every if is_wanted(cell) and cell.method != STOCK]
+        if len(named) != 1:
+            parser.error(
+                f"--config with {len(named)} cells; name one by --length, --only, --kind and --budgets"
+            )
+        return write_config(named[0], args.config)
     if args.threads:
         torch.set_num_threads(args.threads)
     result = read_results()

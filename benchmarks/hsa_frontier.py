@@ -211,15 +211,18 @@ def draw(files: list[Path], timed: list[int]) -> None:
     Args:
         timed: lengths whose times are shown too.
     """
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from experiments.theme import follow_theme
+
     page = ROOT / "docs" / "results" / "inject.md"
     text, results = page.read_text(), [json.loads(file.read_text()) for file in files]
     for result in results:
         begin, end = (f"<!-- {mark}frontier-{result['length']} -->" for mark in ("", "/"))
         before, after = text.split(begin)[0], text.split(end)[1]
         text = f"{before}{begin}\n{table(result, result['length'] in timed)}\n{end}{after}"
-    figure_of(results, timed).savefig(
-        ROOT / "docs" / "plots" / "hsa_frontier.svg", metadata={"Date": None}
-    )
+    plot = ROOT / "docs" / "plots" / "hsa_frontier.svg"
+    figure_of(results, timed).savefig(plot, metadata={"Date": None})
+    follow_theme(plot)
     page.write_text(text)
 
 

@@ -219,11 +219,10 @@ def add_convert_options(add: Callable) -> None:
     collaborative` also measures the error.
 
     Examples:
-      hyperattn convert ENCODER long --to hat --set segment_length=128 --set layout=I1
-      hyperattn convert ENCODER shared --to collaborative --set rank=192
+      hyperattn convert ENCODER --to hat --set segment_length=128 --output long
+      hyperattn convert ENCODER --to collaborative --set rank=192 --output shared
     """
-    add("model", metavar="OLD", help="directory or Hub id of a model with its own attention")
-    add("out", metavar="NEW", help="directory to write, absent or empty")
+    add("model", metavar="MODEL", help="directory or Hub id of a model with its own attention")
     add("--to", choices=CONVERSIONS, required=True, help=", ".join(CONVERSIONS))
     add(
         "--set",
@@ -233,18 +232,20 @@ def add_convert_options(add: Callable) -> None:
         metavar="NAME=VALUE",
         help="a setting; may be repeated",
     )
+    add("--output", metavar="DIR", required=True, help="directory to write, absent or empty")
     add(
         "--force",
         action="store_true",
-        help="replace the checkpoint in NEW and everything else there",
+        help="replace the checkpoint in DIR and everything else there",
     )
 
 
 def add_demo_options(add: Callable) -> None:
-    """measure a real model with stock, patched and replaced attention
+    """measure a real model with original, patched, replaced and sparse attention
 
-    Measure a real model four times: with its own attention, with cone attention patched in,
-    with cone attention instead, and with HSA.
+    Measure a real model with its original attention, with cone attention patched in, and with
+    cone attention instead. SmolLM2-135M-Instruct then also reads 8,192 tokens with sparse
+    attention: perplexity, hidden numbers found, and CPU time compared with the original.
 
     Without --model, the model is SmolLM2-135M-Instruct from the package index. It is converted
     once into a cache folder ($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
@@ -263,13 +264,13 @@ def add_demo_options(add: Callable) -> None:
         "--length",
         type=int,
         metavar="N",
-        help="tokens per window (default: 1024, or the model's limit)",
+        help="tokens per window of the first part (default: 1024, or the model's limit)",
     )
     add(
         "--tokens",
         type=int,
         metavar="N",
-        help="tokens of the text (default: two windows, or one if a window exceeds 2048)",
+        help="tokens of the first part (default: two windows, or one if a window exceeds 2048)",
     )
     add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
     add("--prompt", default="The capital of France is", help="text to continue")
@@ -291,13 +292,13 @@ def add_describe_options(add: Callable) -> None:
 
     Show the attention layers of a model, its patches and the values of their gates.
 
-    For an unpatched model, only config.json is read.
+    For an unpatched model, only config.json is read. An adapter is loaded on its base model.
 
     Examples:
       hyperattn describe HuggingFaceTB/SmolLM2-135M
-      hyperattn describe out --json
+      hyperattn describe cone-adapter
     """
-    add("model", metavar="MODEL", help="directory or Hub id of a model")
+    add("model", metavar="MODEL", help="directory or Hub id of a model, or directory of an adapter")
     add("--heads", action="store_true", help="also the values of every head")
 
 
@@ -322,8 +323,8 @@ def add_eval_options(add: Callable) -> None:
     Measure the perplexity of a causal LM on a text, in windows of --length tokens.
 
     A model that was saved patched is measured patched and unpatched. For an unpatched model,
-    --mechanism adds a second measurement. The difference is reported with its standard error
-    over windows.
+    --mechanism adds a second measurement. An adapter is compared with its base model. The
+    difference is reported with its standard error over windows.
 
     Examples:
       hyperattn eval out --text book.txt
@@ -653,7 +654,7 @@ def add_look_options(add: Callable) -> None:
 
     The page shows every head's attention (original and patched), its entropy, attention to the
     first token and how tree-like the hidden states are. For patches it adds gates, cones, the
-    Poincaré disk or the blocks that HSA opens. The page needs no network. It ends with
+    Poincaré disk, the blocks that HSA opens or the rules of sparse heads. The page needs no network. It ends with
     suggestions for the next step.
 
     Examples:

@@ -146,11 +146,15 @@ def test_files_exist():
         assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_the_recipe_that_the_demo_names_exists():
-    from hyperattn_cli.commands.demo import ADVICE
+def test_the_demo_proposes_commands_that_a_wheel_has():
+    from hyperattn_cli.commands.demo import ABOUT_CONES, ABOUT_SPARSE
 
-    for path in re.findall(r"recipes/\S+\.(?:py|yaml)", ADVICE):
-        assert (ROOT / path).is_file(), path
+    lines = [line for text in (ABOUT_CONES, ABOUT_SPARSE) for line in text.splitlines()]
+    proposed = [line.format(model="model") for line in lines if line.startswith("    ")]
+    assert len(proposed) == 2
+    for line in proposed:
+        program, *words = shlex.split(line)
+        assert program == "hyperattn" and build_parser().parse_args(words)
 
 
 def test_the_table_of_mechanisms_is_true():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 
 from hf_hyperattn.inject import retrieval
 
@@ -172,6 +173,9 @@ def figure_of(result: dict):
 
 def draw(result: dict) -> None:
     """The tables into docs/results/frontier.md, and docs/plots/frontier.svg."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from experiments.theme import follow_theme
+
     page = ROOT / "docs" / "results" / "frontier.md"
     text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
     parts = {
@@ -183,5 +187,7 @@ def draw(result: dict) -> None:
     for name, part in parts.items():
         begin, end = f"<!-- frontier-{name} -->", f"<!-- /frontier-{name} -->"
         text = f"{text.split(begin)[0]}{begin}\n{part}\n{end}{text.split(end)[1]}"
-    figure_of(result).savefig(ROOT / "docs" / "plots" / "frontier.svg", metadata={"Date": None})
+    plot = ROOT / "docs" / "plots" / "frontier.svg"
+    figure_of(result).savefig(plot, metadata={"Date": None})
+    follow_theme(plot)
     page.write_text(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from .cases import DIMS, LENGTHS, Case, gpu_case, shape
@@ -346,8 +347,12 @@ TABLES = {
 
 def plot(rows: dict, path: Path) -> None:
     """Write the plot."""
+    sys.path.insert(0, str(DOCS.parent / "recipes"))
+    from experiments.theme import follow_theme
+
     path.parent.mkdir(exist_ok=True)
     figure_of(rows).savefig(path, metadata={"Date": None})
+    follow_theme(path)
 
 
 def figure_of(rows: dict):

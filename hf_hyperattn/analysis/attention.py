@@ -26,6 +26,9 @@ from ..mechanisms.hsa.request import fit_hierarchy, linear_features
 from ..mechanisms.hsa.tree.key import trees_of
 from ..mechanisms.hyperbolic import reference as hyperbolic
 from ..mechanisms.score_layer import ScoreLayer
+from ..mechanisms.selection.places import read_mask
+from ..mechanisms.sparse.masking import mask_by_rules, read_text
+from ..mechanisms.sparse.rules import SparseRule
 from .cost import patched_layers
 from .hyperbolicity import hyperbolicity, shuffled
 from .perplexity import evaluation_mode, one_text
@@ -106,8 +109,8 @@ def attention_report(
         - ``sink``: mean share of the first token over all other queries, in the same form.
         - ``hyperbolicity``: mean and error for the hidden states before every layer and after the
           last one, and for their `shuffled` control.
-        - ``details``: one dict per layer in detail, with "attention", and "cones", "disk" and
-          "hsa" for these mechanisms.
+        - ``details``: one dict per layer in detail, with "attention", and "cones", "disk", "hsa"
+          and "rules" (sparse) for these mechanisms.
 
     Raises:
         ValueError: There are too few tokens, several texts, or ids that are not integers; a layer
@@ -322,6 +325,8 @@ def describe_layer(
         found["disk"] = describe_disk(hyperbolic_part, layer.call, queries)
     if layer.find_mechanism("hsa") is not None:
         found["hsa"] = describe_cover(layer.hyper, layer.call, queries)
+    if layer.find_mechanism("sparse") is not None:
+        found["rules"] = describe_rules(layer.hyper, layer.call, queries)
     return found
 
 
@@ -474,6 +479,50 @@ def describe_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, 
             rows.append({"tokens": len(read), "closed": closed})
         covers.append(rows or None)
     return {"windows": list(part.config.windows), "tying": rule.tying, **counts, "covers": covers}
+
+
+def describe_rules(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
+    """Return the sparse rule of every head, and what it shows to queries.
+
+    For every head: the rule as text, the share of the visible pairs that it keeps on this text, and
+    for every query the keys that it shows, as (first token, end).
+    """
+    part = hyper._modules["sparse"]
+    heads, length = call.query.shape[1], call.key.shape[2]
+    options = Plan.from_call(call).options
+    rules = part.find_rules(0, heads, heads, call.is_causal)
+    text = read_text(
+        call.query,
+        call.key,
+        read_mask(call.query, call.key, options, call.is_causal, call.first),
+        rules,
+    )
+    window = options.window or call.keywords.get("sliding_window")
+    masked = mask_by_rules(call.query, call.key, call.scale, options, rules, text, window)
+    logits = torch.zeros(1, heads, call.query.shape[2], length, device=call.query.device)
+    every, shown = (read_visible(hide_pairs(logits, o)[0]) for o in (options, masked))
+    pairs = every.sum((-1, -2)).clamp_min(1)
+    # Rules for several lengths: those of the last token.
+    of_heads = next((r for n, r in rules.by_length if n and n >= length), rules.by_length[-1][1])
+    return {
+        "rules": [format_rule(rule) for rule in of_heads],
+        "share": to_plain(shown.sum((-1, -2)) / pairs),
+        "shown": [[list_spans(shown[head, i]) for i in queries] for head in range(heads)],
+    }
+
+
+def format_rule(rule: SparseRule) -> str:
+    """Return a rule as text, such as "window (near 256, sinks 4)"."""
+    name, *settings = rule.to_dict().items()
+    words = ", ".join(f"{key} {value}" for key, value in settings)
+    return f"{name[1]} ({words})" if words else name[1]
+
+
+def list_spans(shown: Tensor) -> list[list[int]]:
+    """Return the runs of True in a bool tensor [N], as (first, end)."""
+    edges = torch.nn.functional.pad(shown.int(), (1, 1)).diff()
+    starts, stops = (edges == 1).nonzero()[:, 0], (edges == -1).nonzero()[:, 0]
+    return [[start, stop] for start, stop in zip(starts.tolist(), stops.tolist())]
 
 
 def expand_heads(value: Any, heads: int) -> list[int]:

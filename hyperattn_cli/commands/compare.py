@@ -37,6 +37,7 @@ from ..shared.inputs import (
     window_of,
 )
 from ..shared.models import causal_config, is_patched
+from ..shared.wrap import wrap_text
 from .compare_training import NONE, Trial, load_model, survey_recipe, train_run
 from .inject_task import describe_circumstances, public_name
 
@@ -63,8 +64,8 @@ REQUEST = (
 BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
 #: Reported with every gain.
 NOT_YET = (
-    "a gain over LoRA alone is not yet hierarchy: the control for that is a plain distance, as a "
-    "score of your own"
+    "A gain over LoRA alone does not yet come from hierarchy. The control for that is a plain distance, as a "
+    "score of your own."
 )
 #: First line of a card that this command wrote, and may therefore replace.
 SIGN = "<!-- hyperattn compare -->"
@@ -364,10 +365,10 @@ def format_cells(report: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str
     head = (
         "mechanism",
         "trained",
-        "nats a token",
+        "loss",
         "perplexity",
         "a step",
-        "less none (95 %)",
+        "minus none (95 %)",
         "p",
         "verdict",
     )
@@ -384,25 +385,26 @@ def describe_result(report: dict[str, Any]) -> list[str]:
         words = {
             BETTER: "predicts better than LoRA alone",
             WORSE: "predicts worse than LoRA alone",
-            UNDECIDED: "undecided: no difference from LoRA alone was shown",
+            UNDECIDED: "undecided, because no difference from LoRA alone was shown",
         }[row["verdict"]]
         sentences.append(
-            f"{name}: {words}; {report['seeds']} seeds detect a difference of {detectable} in four of five cases"
+            f"{name}: {words}. {report['seeds']} seeds detect a difference of {detectable} in four of five cases."
         )
     # Warn that the uncertainty rests on fewer windows than requested.
     if report["windows_read"] < report["held_out"]:
         sentences.append(
-            f"{report['windows_read']} held-out windows were read, not {report['held_out']}: the last fifth of "
-            "a text holds fewer than its share"
+            f"Only {report['windows_read']} of {report['held_out']} held-out windows were read, because the last fifth "
+            "of a text holds fewer than its share."
         )
     # Ranks are whole numbers, so parameters can be equal only approximately.
     sizes = [row["parameters"] for row in report["rows"].values()]
     none = report["rows"][NONE]["loss"]
     return [
         *sentences,
-        f"trained parameters differ by at most {(max(sizes) - min(sizes)) / min(sizes):.2%}; untrained model: "
-        f"{report['stock_loss']:.4f} nats, LoRA alone {none - report['stock_loss']:+.4f}",
-        "the uncertainty covers only seeds; other texts, rates or numbers of steps may give another result",
+        "Losses are in nats per token of held-out text; ± is the deviation over seeds. Without training, the model "
+        f"has {report['stock_loss']:.4f}; LoRA alone (none) changes that by {none - report['stock_loss']:+.4f}. The "
+        f"numbers of trained parameters differ by at most {(max(sizes) - min(sizes)) / min(sizes):.2%}.",
+        "The uncertainty covers only seeds. Other texts, rates or numbers of steps may give another result.",
         *(
             [NOT_YET]
             if any(row.get("verdict") == BETTER for row in report["rows"].values())
@@ -414,8 +416,9 @@ def describe_result(report: dict[str, Any]) -> list[str]:
 def format_title(report: dict[str, Any]) -> str:
     """Return one line that says what was compared."""
     return (
-        f"{public_name(report['model'])}: {', '.join(report['texts'])}, {report['steps']} steps of {report['length']} "
-        f"tokens, {report['seeds']} seeds, {report['read']:,} tokens read, {report['seconds'] / 60:.1f} min"
+        f"{public_name(report['model'])} on {', '.join(report['texts'])}: {report['seeds']} seeds, {report['steps']} "
+        f"training steps of {report['length']} tokens, {report['read']:,} held-out tokens, "
+        f"{report['seconds'] / 60:.1f} min"
     )
 
 
@@ -423,7 +426,8 @@ def show_report(report: dict[str, Any]) -> None:
     """Print the report for a terminal."""
     print(format_title(report) + "\n")
     print_table(*format_cells(report))
-    print("\n".join(["", *describe_result(report)]))
+    for sentence in describe_result(report):
+        print("\n" + wrap_text("", sentence))
 
 
 def write_results(args: argparse.Namespace, report: dict[str, Any]) -> None:

@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> None:
     silence_transformers()
     conversion = make_conversion_config(args)
     # Check the target before loading, which may take minutes.
-    check_replaceable(Path(args.out), args.force, args.model)
-    check_place("OUT", args.out)
+    check_replaceable(Path(args.output), args.force, args.model)
+    check_place("--output", args.output)
     config = read_stock_config(args.model)
     tokenizer = tokenizer_or_none(args.model)
     with errors_as(f"{args.model}: cannot load it"):
@@ -43,19 +43,22 @@ def run(args: argparse.Namespace) -> None:
     base = hub_cards.hub_id_or_none(args.model)
     # The conversion computed in float32; the checkpoint keeps its dtype.
     save = model.to(dtype_of(config)).save_pretrained
-    write_checkpoint(args.out, save, tokenizer, config=record, base_model=base)
+    write_checkpoint(args.output, save, tokenizer, config=record, base_model=base)
     report = {
-        "out": args.out,
+        "output": args.output,
         "class": type(model).__name__,
         "parameters": {"before": before, "after": after},
         "tokenizer": tokenizer is not None,
     }
-    text = (
-        f"{args.out}: {type(model).__name__}, {before:,} parameters before, {after:,} now; it loads where "
-        "hf_hyperattn is imported"
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    print(
+        f"Wrote {args.output}: a {type(model).__name__} with {after:,} parameters ({before:,} before)."
     )
-    text += "" if tokenizer else f"\nno tokenizer: {args.model} has none"
-    print(json.dumps(report, indent=2) if args.json else text)
+    if tokenizer is None:
+        print(f"no tokenizer: {args.model} has none")
+    print("It loads with from_pretrained after `import hf_hyperattn`.")
 
 
 def make_conversion_config(args: argparse.Namespace) -> Any:

@@ -1,7 +1,7 @@
 """`hyperattn demo`: measure one model on one text with several kinds of attention.
 
-Each row of the table is one kind: original, cone patched in, cone instead of the dot product, and
-HSA.
+The first part has one row per kind: original, cone patched in, cone instead of the dot product. The
+second part reads a long text with sparse attention; see `demo_long`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 import hf_hyperattn
 import hub_cards
 from hf_hyperattn.analysis import (
-    PeakMemory,
     max_logit_difference,
     measure_generation,
     next_token_logits,
@@ -34,7 +33,7 @@ from hf_hyperattn.integration.loading.checkpoint_files import errors_as, load_co
 from hf_hyperattn.utils.folders import check_replaceable
 
 from ..shared import smollm2
-from ..shared.console import ProgressBar, print_report, print_table, show_progress
+from ..shared.console import ProgressBar, print_table, show_progress
 from ..shared.inputs import (
     count_threads,
     default_text,
@@ -48,31 +47,25 @@ from ..shared.inputs import (
     write_checkpoint,
 )
 from ..shared.models import device_of
+from . import demo_long
 
-HEADER = (
-    "attention",
-    "perplexity",
-    "prefill tok/s",
-    "generate tok/s",
-    "peak memory",
-    "max |Δ logit|",
-)
-ADVICE = """\
-"cone, patched in": the cone score is added behind gates that start at 0. The output is unchanged until
-training moves the gates. Train it in a clone of the repository:
-    make recipe NAME=smollm2/cone
-"cone, replaced": every layer computes the cone formula, with weights that were trained for dot products.
-Without training this loses the model's quality, as its perplexity and its text show. Use
-attn_implementation="cone" for models that were trained with it.
-"hsa": distant keys are read as means of their windows, without training. "injected" uses settings that were
-found for each head at 2,048 or 8,192 tokens. Find them for your texts:
-    hyperattn inject {model} --mechanism hsa --text FILE --output DIR"""
+HEADER = ("attention", "perplexity", "largest logit change")
+ABOUT_CONES = """\
+Patched in: the cone score is added behind gates that start at 0. The output is unchanged until training
+moves the gates. Compare it with a control on a text of yours:
+    hyperattn compare {model} --text FILE --mechanisms cone,none
+Replaced: every layer computes the cone formula, with weights that were trained for dot products. Without
+training, this loses the model's quality. It is for models that are trained with it."""
+ABOUT_SPARSE = """\
+Sparse: nearly all of the 270 attention heads read only a window, some pages or single keys of the text.
+The rule of each head was chosen by measurement, without training. "Time" is the CPU time to read the
+text (on a GPU: seconds), "ratio" compares it with the original's. Both models took turns after every
+layer. Facts are found if the model completes them at the end of the text. Make one for your texts:
+    hyperattn inject {model} --mechanism sparse --text FILE --output DIR"""
 HUB_ID = f"HuggingFaceTB/{smollm2.NAME}"
-STOCK, PATCHED, REPLACED = "stock (sdpa)", "cone, patched in", "cone, replaced"
-INJECTED, TIED = "hsa, injected", "hsa, defaults"
+ORIGINAL, PATCHED, REPLACED = "original", "cone, patched in", "cone, replaced"
 CHARACTERS = 64  # characters to read per token; texts have about 4
 COMPARED = 128  # tokens over which logits are compared with the original model's
-WARM_UP = 256  # tokens, enough to select the same engines as longer texts
 GENERATED_STEP = 16  # progress-bar steps per generated token; a prompt token is one step
 
 
@@ -86,6 +79,7 @@ class Demo:
     tokenizer: Any
     ids: list[int]
     prefix: list[int]
+    long_ids: list[int]
     text: str
     window: int
     prompt: list[int]
@@ -96,7 +90,7 @@ class Demo:
         threads = f", {count_threads()}" if self.device.type == "cpu" else ""
         return (
             f"{self.name}, float32 on {self.device}{threads}\n"
-            f"Text: {self.text}, {len(self.ids):,} tokens, context {min(self.window, len(self.ids)):,}"
+            f"Part 1: {self.text}, {len(self.ids):,} tokens, context {min(self.window, len(self.ids)):,}"
         )
 
     def load_model(self, attention: str) -> Any:
@@ -130,9 +124,9 @@ def run(args: argparse.Namespace) -> None:
     if not args.json:
         # Show the setting before the measurements, which take minutes.
         print(demo.format_title(), flush=True)
-    # Four rows, each with a pass over the text and a generation.
-    with show_progress(4 * (len(demo.ids) + GENERATED_STEP * demo.new_tokens)) as bar:
-        rows = measure_rows(demo, bar)
+    # Three rows, each with a pass over the text and a generation.
+    with show_progress(3 * (len(demo.ids) + GENERATED_STEP * demo.new_tokens)) as bar:
+        rows, reason = measure_rows(demo, bar)
     engine = (
         describe_cone_engine() if demo.device.type == "cpu" else f"the engine for {demo.device}"
     )
@@ -140,28 +134,61 @@ def run(args: argparse.Namespace) -> None:
         save_patched(
             demo, args.output, hub_cards.hub_id_or_none(args.model) if args.model else HUB_ID
         )
-    cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
-    report = {
-        "measured": demo.format_title(),
-        "prompt": args.prompt,
-        "rows": cells,
-        "cone attention": engine,
-    }
-    print_report(args, report, lambda _: show_result(args, demo, rows, engine))
+    if not args.json:
+        show_rows(args, demo, rows, engine)
+        print(
+            f"\nPart 2: sparse attention on {demo_long.LENGTH:,} tokens with three hidden facts",
+            flush=True,
+        )
+    long_rows = [] if reason else measure_sparse(demo)
+    if args.json:
+        cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
+        report = {
+            "measured": demo.format_title(),
+            "prompt": args.prompt,
+            "rows": cells,
+            "cone attention": engine,
+            "long text": long_rows,
+            "left out": reason,
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        show_long_rows(demo, long_rows, reason)
 
 
-def show_result(args: argparse.Namespace, demo: Demo, rows: list[Row], engine: str) -> None:
-    """Print the table, the generated texts, advice, the engine and the saved folder."""
+def show_rows(args: argparse.Namespace, demo: Demo, rows: list[Row], engine: str) -> None:
+    """Print the first table, the generated texts, advice, the engine and the saved folder."""
     print()
     print_table(HEADER, [row.cells for row in rows])
-    print(f'\n"{args.prompt}" goes on, greedily:')
+    print(f'\n"{args.prompt}" is continued with:')
     width = max(len(row.cells[0]) for row in rows)
     for row in rows:
         print(f"  {row.cells[0].ljust(width)}  {row.text!r}")
-    print(f"\n{ADVICE.format(model=shlex.quote(demo.path))}\n\ncone attention ran on {engine}")
+    print(f"\n{ABOUT_CONES.format(model=shlex.quote(demo.path))}\nCone attention ran on {engine}.")
     if args.output is not None:
         print(
-            f"saved, with cone patched in: {args.output}; load it after `import hf_hyperattn`, or train it further"
+            f"Saved, with cone patched in: {args.output}. Load it after `import hf_hyperattn`, or train it further."
+        )
+
+
+def show_long_rows(demo: Demo, rows: list[dict[str, Any]], reason: str | None) -> None:
+    """Print the second table, or why there is none."""
+    if reason:
+        print(f"Left out. {reason}")
+        return
+    print()
+    print_table(demo_long.HEADER, demo_long.format_rows(rows))
+    print(f"\n{ABOUT_SPARSE.format(model=shlex.quote(demo.path))}")
+
+
+def measure_sparse(demo: Demo) -> list[dict[str, Any]]:
+    """Measure the original and the sparse model on the long text."""
+    model, sparse = demo.load_model("sdpa"), demo.load_model("sdpa")
+    layers = 2 * model.config.num_hidden_layers
+    with show_progress(layers) as bar:
+        bar.describe("original and sparse, in turns")
+        return demo_long.measure_long_text(
+            model, sparse, demo.tokenizer, demo.long_ids, lambda: bar.advance(1)
         )
 
 
@@ -198,7 +225,7 @@ def prepare_demo(args: argparse.Namespace) -> Demo:
     silence_transformers()
     device = device_of(args.device)
     # The text is read before the model, so its length is only an upper bound here.
-    tokens = args.tokens or default_tokens(args.length or 1024)
+    tokens = max(args.tokens or default_tokens(args.length or 1024), demo_long.LENGTH)
     if args.text is None:
         text, text_name = default_text()
     else:
@@ -228,6 +255,7 @@ def prepare_demo(args: argparse.Namespace) -> Demo:
     prefix = prefix_of(tokenizer)
     window = window_of(config, args.length, 1024, len(prefix))
     ids = encode_text(tokenizer, text, args.tokens or default_tokens(window), text_name)
+    long_ids = encode_text(tokenizer, text, demo_long.LENGTH, text_name)
     prompt = prefix + tokenizer(args.prompt, add_special_tokens=False)["input_ids"]
     # Prompt and new tokens share the positions of the model.
     positions = positions_of(config)
@@ -242,6 +270,7 @@ def prepare_demo(args: argparse.Namespace) -> Demo:
         device=device,
         tokenizer=tokenizer,
         ids=ids,
+        long_ids=long_ids,
         prefix=prefix,
         text=text_name,
         window=window,
@@ -255,23 +284,21 @@ def default_tokens(window: int) -> int:
     return 2 * window if window <= 2048 else window
 
 
-def measure_rows(demo: Demo, bar: ProgressBar) -> list[Row]:
-    """Measure all kinds of attention.
+def measure_rows(demo: Demo, bar: ProgressBar) -> tuple[list[Row], str | None]:
+    """Measure all kinds of attention on the short text.
 
-    The original model is measured first. It is then patched in place in two ways, so that only one
-    model is in memory at a time.
+    The original model is measured first and then patched in place, so that only one model is in
+    memory at a time.
+
+    Returns:
+        The rows, and why the long text cannot be read, or None.
     """
     bar.describe("loading")
     model = demo.load_model("sdpa")
-    bar.describe(STOCK)
+    reason = demo_long.find_reason_against(model, demo.name, smollm2.NAME, len(demo.long_ids))
+    bar.describe(ORIGINAL)
     reference = demo.compute_logits(model)
-    rows = [measure_row(demo, STOCK, model, bar)]
-    # Measure HSA before cone attention, while the model is still unpatched.
-    label, config = choose_hsa_config(demo, model)
-    bar.describe(label)
-    hf_hyperattn.patch_model(model, config, mode="blend" if label == INJECTED else "replace")
-    hsa = measure_row(demo, label, model, bar, reference)
-    hf_hyperattn.unpatch_model(model)
+    rows = [measure_row(demo, ORIGINAL, model, bar)]
     bar.describe(PATCHED)
     hf_hyperattn.patch_model(model, hf_hyperattn.ConeConfig())
     rows.append(measure_row(demo, PATCHED, model, bar, reference))
@@ -281,24 +308,7 @@ def measure_rows(demo: Demo, bar: ProgressBar) -> list[Row]:
     bar.describe("loading")
     model = demo.load_model("cone")
     bar.describe(REPLACED)
-    return [*rows, measure_row(demo, REPLACED, model, bar, reference), hsa]
-
-
-def choose_hsa_config(demo: Demo, model: Any) -> tuple[str, Any]:
-    """Return the label and the config of the HSA row.
-
-    SmolLM2 gets settings that were chosen for it, other models the defaults. `hyperattn inject`
-    chose the settings for 2,048 tokens. Those for 8,192 are the point "chosen 0.2" of
-    benchmarks/hsa_frontier.py.
-    """
-    length = 2048 if demo.window <= 4096 else 8192
-    text = (Path(__file__).parent / f"smollm2_hsa_{length}.json").read_text(encoding="utf-8")
-    config = hf_hyperattn.HyperAttnConfig.from_dict(json.loads(text))
-    modules = {name for name, _ in model.named_modules()}
-    # A folder of this name may hold another model, which has other modules.
-    if demo.name == smollm2.NAME and set(config.hosts or ()) <= modules:
-        return INJECTED, config
-    return TIED, hf_hyperattn.HsaConfig()
+    return [*rows, measure_row(demo, REPLACED, model, bar, reference)], reason
 
 
 def measure_row(
@@ -313,26 +323,15 @@ def measure_row(
         bar: Progress of the work.
         reference: Logits of the original model; None for the original model itself.
     """
-    # Kernels are compiled on first use, which must not count as time of the model.
-    perplexity(model, demo.ids[:WARM_UP], WARM_UP, prefix=demo.prefix)
-    measure_generation(model, demo.prompt, 2)
-    step = lambda: bar.advance(GENERATED_STEP)
-    with PeakMemory(demo.device) as memory:
-        quality = perplexity(
-            model, demo.ids, demo.window, prefix=demo.prefix, on_window=bar.advance
-        )
-        generation = measure_generation(model, demo.prompt, demo.new_tokens, on_token=step)
+    quality = perplexity(model, demo.ids, demo.window, prefix=demo.prefix, on_window=bar.advance)
+    generation = measure_generation(
+        model, demo.prompt, demo.new_tokens, on_token=lambda: bar.advance(GENERATED_STEP)
+    )
     difference = ""
     if reference is not None:
-        difference = f"{max_logit_difference(demo.compute_logits(model), reference):.1e}"
+        change = max_logit_difference(demo.compute_logits(model), reference)
+        difference = f"{change:.2g}"
     # An untrained replacement can have a perplexity of many digits.
     value = f"{quality.value:,.2f}" if quality.value < 1e6 else f"{quality.value:.1e}"
-    cells = (
-        label,
-        value,
-        f"{quality.tokens_per_second:,.0f}",
-        f"{generation.tokens_per_second:,.1f}",
-        f"{memory.peak / 2**20:,.0f} MiB",
-        difference,
-    )
-    return Row(cells, demo.tokenizer.decode(list(generation.ids), skip_special_tokens=True))
+    text = demo.tokenizer.decode(list(generation.ids), skip_special_tokens=True)
+    return Row(cells=(label, value, difference), text=text)

@@ -44,26 +44,29 @@ def make_report() -> dict[str, str]:
     missing = []
     engine = check_engine()
     command = describe_compiler()
+    levels = " ".join(native.read_levels()) or "unknown"
     # Each entry says what is slower or impossible without the program.
     if not engine.startswith("cpu"):
-        missing.append("compiled kernels: attention runs 3 to 5 times slower on CPUs")
+        missing.append(
+            "compiled kernels (without them, attention takes 2.5 to 5.6 times as long on CPUs)"
+        )
     if command is None and not native.read_manifest():
         missing.append("a C++ compiler (g++ or clang++, or set CXX)")
     if torch.cuda.is_available() and not find_version("triton"):
-        missing.append("triton, for kernels on the GPU")
+        missing.append("triton (without it, there are no kernels on the GPU)")
     return {
         address.NAME: f"{address.VERSION}, in {native.PACKAGE}",
         "python": f"{platform.python_version()}, {', '.join(programs)}",
-        "cpu": f"{platform.machine()}, {count_threads()}, {' '.join(native.read_levels()) or 'no levels'}",
+        "cpu": f"{platform.machine()}, {count_threads()}, instruction sets {levels}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "compiler": command or "none",
         "kernels": describe_kernels(
-            "compiled when first used" if command else "not compiled: there is no compiler"
+            "compiled on first use" if command else "not compiled, because there is no compiler"
         ),
         "cache": describe_cache(),
         "cone attention": engine,
-        "key-tied hsa": "compiled" if library.core() is not None else "plain torch",
-        "missing": "; ".join(missing) or "nothing",
+        "hsa and sparse": "compiled" if library.core() is not None else "plain PyTorch",
+        "missing": "; ".join(missing) or "nothing; every part runs at full speed",
     }
 
 
@@ -99,7 +102,7 @@ def describe_kernels(others: str) -> str:
         return str(error)
     if carried is not None:
         return f"from the wheel, for {carried.level}: {len(carried.scores)} scores; others are {others}"
-    return f"{others}, for {level or 'this CPU'}; the installed package carries none"
+    return f"{others}, for {level or 'this CPU'}; this installation contains no prebuilt ones"
 
 
 def describe_cache() -> str:
@@ -124,4 +127,6 @@ def check_engine() -> str:
     out = functional.cone_attention(query, key, value, backend=name)
     expected = functional.cone_attention(query, key, value, backend="reference")
     half = f"; bfloat16 {library.bfloat16_products()}" if name == "cpu" else ""
-    return f"{name}, {float((out - expected).abs().max()):.0e} from the definition{half}"
+    kind = "compiled" if name == "cpu" else "plain PyTorch"
+    error = float((out - expected).abs().max())
+    return f"{name} engine ({kind}), largest error {error:.0e}{half}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_hyperattn.analysis import perplexity
 
+from ..shared.adapters import find_base, is_adapter
 from ..shared.console import ProgressBar, print_report, print_table, show_progress
 from ..shared.inputs import (
     encode_text,
@@ -24,13 +25,13 @@ from ..shared.inputs import (
 )
 from ..shared.models import (
     OWN,
-    PATCHED,
     causal_config,
     check_request,
     is_patched,
     load_model,
     measure_both,
 )
+from ..shared.wrap import wrap_text
 
 CHARACTERS = 64  # characters to read per token; texts have about 4
 WINDOWS = 8  # windows of the text, without --tokens
@@ -41,15 +42,17 @@ def run(args: argparse.Namespace) -> None:
     silence_transformers()
     config = causal_config(args.model)
     check_request(args, config, needs_patch=False)
-    tokenizer = read_tokenizer(args.model, args.model)
+    adapted = is_adapter(args.model)
+    # Adapter folders need not hold a tokenizer.
+    tokenizer = read_tokenizer(find_base(args.model) if adapted else args.model, args.model)
     prefix = prefix_of(tokenizer)
     window = window_of(config, args.length, 1024, len(prefix))
     # Read only as much of the text as its tokens can need.
     tokens = args.tokens or WINDOWS * window
     text, name = read_text(args.text, CHARACTERS * tokens)
     ids = encode_text(tokenizer, text, tokens, name)
-    # A patched model is measured unpatched too.
-    passes = 2 if args.mechanism or is_patched(config) else 1
+    # A patched model is measured unpatched too, and an adapter without itself.
+    passes = 2 if args.mechanism or adapted or is_patched(config) else 1
     with show_progress(passes * len(ids)) as bar:
         bar.describe("loading")
         measured = measure_both(
@@ -90,10 +93,11 @@ def summarize_models(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if len(measured) < 2:
         return {"rows": measured, "difference": None, "standard_error": None}
     # Windows are paired, so that the difficulty of a window cancels.
-    differences = [b - a for a, b in zip(measured[OWN]["windows"], measured[PATCHED]["windows"])]
+    before, after = measured.values()
+    differences = [b - a for a, b in zip(before["windows"], after["windows"])]
     # The standard error of a mean needs two values at least.
     error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
-    difference = measured[PATCHED]["loss"] - measured[OWN]["loss"]
+    difference = after["loss"] - before["loss"]
     return {
         "rows": measured,
         "difference": difference,
@@ -103,9 +107,10 @@ def summarize_models(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_result(report: dict[str, Any]) -> None:
-    """Print the table and the difference."""
+    """Print the table, the difference and its uncertainty."""
     print(
-        f"{Path(report['model']).name}: {report['text']}, {report['tokens']:,} tokens, context {report['window']:,}\n"
+        f"{Path(report['model']).name} reads {report['tokens']:,} tokens of {report['text']}, "
+        f"in windows of {report['window']:,}.\n"
     )
     rows = [
         [
@@ -116,18 +121,30 @@ def print_result(report: dict[str, Any]) -> None:
         ]
         for name, row in report["rows"].items()
     ]
-    print_table(("attention", "perplexity", "nats a token", "tokens/s"), rows)
+    print_table(("model", "perplexity", "loss (nats per token)", "tokens per second"), rows)
+    print("\n" + wrap_text("", describe_difference(report)))
+
+
+def describe_difference(report: dict[str, Any]) -> str:
+    """Return sentences about the difference of the two rows, or why there is one row."""
     if report["difference"] is None:
         if OWN in report["rows"]:
-            print("\nOne row: the model has one attention; --mechanism patches another in")
-        else:
-            print("\nOne row: the checkpoint does not contain its original attention")
-        return
+            return "The model is not patched. To compare it with a patch, add --mechanism NAME."
+        return "There is one row, because the checkpoint does not contain its original attention."
+    _, name = report["rows"]
+    windows = len(report["rows"][name]["windows"])
+    change = report["difference"]
     error = report["standard_error"]
-    uncertainty = "one window, no error known"
-    if error is not None:
-        uncertainty = f"standard error {error:.4f} over windows"
-    print(
-        f"\nPatched less own: {report['difference']:+.4f} nats a token ({uncertainty}), "
-        f"perplexity {math.expm1(report['difference']):+.2%}"
+    sentence = (
+        f"Perplexity changes by {math.expm1(change):+.2%} ({name}). The loss changes by {change:+.4f} nats "
+        "per token"
     )
+    if error is None:
+        return f"{sentence}. One window was read, so the uncertainty is unknown."
+    sentence += f", with a standard error of {error:.4f} over {windows} windows."
+    if not change and not error:
+        return f"{sentence} Both models compute the same: the gates of a fresh patch are 0."
+    # Two standard errors: about 95 % of differences by chance are smaller.
+    if abs(change) < 2 * error:
+        return f"{sentence} That is less than two standard errors, so it may be chance."
+    return sentence

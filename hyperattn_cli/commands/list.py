@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import textwrap
 from typing import Any
 
 from hyperattn_cli import list_all_mechanisms, suggest_nearest
+from hyperattn_cli.shared.wrap import wrap_text
 
 #: Headings of the overview, by the `group` of each mechanism in mechanisms.json.
 GROUPS = {
@@ -24,7 +23,6 @@ GROUPS = {
 ADVICE = """Details and settings:  hyperattn list NAME
 Try one on your text:  hyperattn compare MODEL --text FILE --mechanisms NAME,none"""
 LABEL_WIDTH = 15
-WIDEST = 80
 
 
 def run(args: argparse.Namespace) -> None:
@@ -108,13 +106,3 @@ def format_default(value: Any) -> str:
     if isinstance(value, list):
         return "(" + ", ".join(map(format_default, value)) + ("," if len(value) == 1 else "") + ")"
     return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
-def wrap_text(label: str, text: str) -> str:
-    """Return text behind a label, with further lines indented below the first."""
-    # Narrow terminals would break every word, wide ones make lines hard to read.
-    width = max(50, min(WIDEST, shutil.get_terminal_size().columns))
-    indent = " " * len(label)
-    return textwrap.fill(
-        text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
-    )

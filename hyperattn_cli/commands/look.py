@@ -29,6 +29,8 @@ from ..shared.inputs import (
     silence_transformers,
     window_of,
 )
+from ..shared.models import causal_config
+from ..shared.wrap import wrap_text
 
 #: Values of `attn_implementation` that run a mechanism without a patch.
 BY_NAME = OURS - {PATCHED, RUNNING}
@@ -37,9 +39,6 @@ PAGE, DATA = "look.html", "look.json"
 PLACE = "/*DATA*/null"
 LENGTH = 256
 CHARACTERS = 64  # characters to read per token; texts have about 4
-#: The recipe that trains a mechanism.
-RECIPE = "accelerate launch recipes/finetune.py --config recipes/smollm2/{}.yaml"
-RECIPES = ("cone", "head_fusion", "hype", "hyperbolic", "mkl", "talking_heads", "trilinear")
 #: Share of attention to the first token above which a head counts as resting there.
 RESTING = 0.5
 #: Relative difference from the control below which hidden states count for neither side.
@@ -159,10 +158,12 @@ def fill_page(data: str) -> str:
 def format_result(data: dict[str, Any], result: dict[str, Any]) -> str:
     """Return the command's output: the path of the page and the next steps."""
     patched = f"{data['patched']} of {len(data['hosts'])} layers patched"
-    head = f"{data['model']}: {len(data['tokens'])} tokens of {data['text']}, {patched}\nwritten: {result['page']}"
-    return "\n".join(
-        [head, *(f"\n{step['text']}\n    {step['command']}" for step in result["next"])]
+    head = (
+        f"{data['model']}, {patched}: read {len(data['tokens'])} tokens of {data['text']}.\n"
+        f"Open {result['page']} in a browser. {result['data']} has the same numbers."
     )
+    steps = [f"\n{wrap_text('', step['text'])}\n    {step['command']}" for step in result["next"]]
+    return "\n".join([head, *steps])
 
 
 def suggest_steps(
@@ -172,7 +173,7 @@ def suggest_steps(
     patched = {name for host in data["hosts"] for name in host["mechanisms"]}
     if by_name and not patched:
         steps = [
-            ("List the attention layers of the model:", format_command("describe", args.model))
+            ("To list the attention layers of the model:", format_command("describe", args.model))
         ]
     else:
         steps = (
@@ -188,35 +189,38 @@ def suggest_for_unpatched(args: argparse.Namespace, data: dict[str, Any]) -> lis
     # Heads that mostly attend to the first token hardly need the other pairs.
     shares = [share for layer in data["sink"]["model"] for share in layer or ()]
     resting = sum(share > RESTING for share in shares)
-    steps = [
-        (
-            f"{resting} of {len(shares)} heads give the first token more than half of their attention. How many pairs "
-            "of tokens the model can leave out, head by head and without training:",
-            format_command(
-                "inject",
-                args.model,
-                "--mechanism",
-                "hsa",
-                "--text",
-                args.text,
-                "--output",
-                f"{get_model_stem(args)}-hsa",
-            ),
-        )
-    ]
+    output = f"{get_model_stem(args)}-cheaper"
+    skip = (
+        f"{resting} of {len(shares)} heads give the first token more than half of their attention. Such heads "
+        "need few of the other tokens. To find what every head can skip, without training:"
+    )
     # Tree-like hidden states are a hint that hyperbolic attention may help.
     nearer, farther, places = count_sides(data["hyperbolicity"])
     tree_like = is_clearly_more(nearer, farther)
     text = (
-        f"Of {places} places, hidden states are at least 10 % nearer to a tree than their control in {nearer}, and at "
-        f"least 10 % farther in {farther}"
+        f"Hidden states are at least 10 % more tree-like than their shuffled control at {nearer} of {places} places, "
+        f"and at least 10 % less at {farther}. "
     )
     if tree_like:
-        text += ": clearly more often nearer (sign test, p < 0.05). Whether distances in a curved space help,"
+        text += "That is a hint of hierarchy (sign test, p < 0.05). To test whether hyperbolic distances help:"
     else:
-        text += ": not clearly more often nearer (sign test, p < 0.05). Whether cones help all the same,"
-    text += " from an unchanged start (in a clone; the recipe names its model):"
-    return [*steps, (text, RECIPE.format("hyperbolic" if tree_like else "cone"))]
+        text += "That is no hint of hierarchy (sign test, p < 0.05). To test whether cones help all the same:"
+    return [
+        (skip, format_command("inject", args.model, "--text", args.text, "--output", output)),
+        (text, suggest_test(args, "hyperbolic" if tree_like else "cone")),
+    ]
+
+
+def suggest_test(args: argparse.Namespace, mechanism: str) -> str:
+    """Return the command that compares a mechanism with a control, or that shows how to apply it."""
+    try:
+        causal_config(args.model)
+    except ValueError:
+        # `hyperattn compare` trains causal models only.
+        return format_command("list", mechanism)
+    return format_command(
+        "compare", args.model, "--text", args.text, "--mechanisms", f"{mechanism},none"
+    )
 
 
 def count_sides(states: list[dict[str, Any]]) -> tuple[int, int, int]:
@@ -251,31 +255,24 @@ def suggest_for_patched(
     sizes = (abs(g) for rows in gates.values() for row in rows for g in row or ())
     # None: no patch has gates (mode "replace"). 0: no gate was trained yet.
     moved = max(sizes, default=None)
-    recipe = next((name for name in RECIPES if name in patched), None)
+    again = ["look", args.model, "--text", args.text, "--out", args.out]
     if moved == 0:
-        text = "No gate has moved: the model computes what it did before. Train it (in a clone; the recipe names its"
-        steps.append((f"{text} model):", RECIPE.format(recipe or "cone")))
+        text = (
+            "No gate has moved, so the output is the original model's. Train the model with the Trainer of "
+            "Transformers or with PEFT, and look again:"
+        )
+        steps.append((text, format_command(*again)))
     elif moved is not None:
         layer, size = find_strongest_layer(gates)
-        text = (
-            f"Gates have moved most in layer {layer} (mean size {size:.3g}). Values of every head:"
-        )
+        text = f"Gates have moved most in layer {layer} (mean size {size:.3g}). To see the values of every head:"
         steps.append((text, format_command("describe", args.model, "--heads")))
-    # Short texts never close a block, so the page would show nothing of HSA.
-    if "hsa" in patched:
-        length = f"{2 * data['tokens']}"
-        text = "HSA closes only blocks far from the query. Look at twice the length, if model and text allow it:"
-        steps.append(
-            (
-                text,
-                format_command(
-                    "look", args.model, "--text", args.text, "--out", args.out, "--length", length
-                ),
-            )
-        )
+    # Short texts never close a block and fit into windows, so the page would show nothing.
+    if patched & {"hsa", "sparse"}:
+        text = "On a longer text, heads skip more tokens. If the model and the text allow it:"
+        steps.append((text, format_command(*again, "--length", f"{2 * data['tokens']}")))
     # An untrained patch is not worth sharing.
     if moved != 0:
-        text = "To share it, check first that it reloads exactly:"
+        text = "To share the model, first check that it reloads exactly:"
         steps.append(
             (
                 text,

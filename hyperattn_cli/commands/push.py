@@ -16,9 +16,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-import transformers
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 
@@ -38,12 +36,11 @@ from hf_hyperattn.utils.files import read_json
 from hf_hyperattn.utils.text import short
 from hub_cards.beside import CARD, read_made
 from hub_cards.results import is_hub_id
-from hub_cards.tasks import adapter_task
 
+from ..shared.adapters import ADAPTER, load_adapter
 from ..shared.inputs import silence_transformers
 from .card import read_card
 
-ADAPTER = "adapter_config.json"
 #: Names of weight files. Old ones are deleted from the repository, because they could be loaded
 #: together with the new ones, or instead of them.
 WEIGHTS = re.compile(
@@ -170,8 +167,8 @@ def check_reload(folder: Path, files: dict[str, Path]) -> int:
         tempfile.TemporaryDirectory() as again,
         errors_as(f"{folder} does not reload exactly, and is not pushed"),
     ):
-        load = load_adapter if ADAPTER in files else load_model
-        load(folder, files).save_pretrained(again)
+        model = load_adapter(folder) if ADAPTER in files else load_model(folder, files)
+        model.save_pretrained(again)
         before = find_tensors(folder)
         after = find_tensors(Path(again))
         # Tensors are read one pair at a time, since two models may not fit into memory.
@@ -199,21 +196,6 @@ def load_model(folder: Path, files: dict[str, Path]) -> Any:
     known = {cls.__name__: cls for cls in auto_classes(config).values()}
     cls: Any = known.get((config.architectures or [""])[0]) or class_of(config)
     return cls.from_pretrained(folder, dtype="auto")
-
-
-def load_adapter(folder: Path, files: dict[str, Path]) -> Any:
-    """Load the adapter in a folder on the base model that it names."""
-    adapter = read_json(files[ADAPTER])
-    base = adapter.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ValueError(
-            f"{files[ADAPTER]} has base_model_name_or_path={short(base)}; allowed: the name of its base"
-        )
-    # The base model must have the head that the adapter was trained with.
-    auto = getattr(transformers, adapter_task(adapter)[0])
-    with errors_as(f"its base {base!r} cannot be loaded"):
-        model = auto.from_pretrained(base, dtype="auto")
-    return PeftModel.from_pretrained(model, folder)
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:

@@ -18,7 +18,11 @@ from hf_hyperattn.config.registry import MECHANISMS, named_configs
 from hf_hyperattn.integration.attention.hyper import patched_hosts
 from hf_hyperattn.integration.loading.checkpoint_files import errors_as, load_config
 
-OWN, PATCHED = "own attention", "patched"
+from .adapters import find_base, is_adapter, load_adapter
+
+OWN, PATCHED = "original", "patched"
+#: Rows of an adapter: its base model without the adapter and its patch, and with both.
+BASE, ADAPTED = "base model", "with adapter"
 
 
 def mechanism_configs(recipe: str) -> list[MechanismConfig]:
@@ -31,12 +35,12 @@ def mechanism_configs(recipe: str) -> list[MechanismConfig]:
 
 
 def causal_config(path: str) -> PreTrainedConfig:
-    """Read the config of a causal LM.
+    """Read the config of a causal LM; for an adapter, the config of its base.
 
     Raises:
         ValueError: The model is not a causal LM.
     """
-    config = load_config(path, path)
+    config = load_config(find_base(path), path) if is_adapter(path) else load_config(path, path)
     classes = "".join(config.architectures or ())
     # AutoModelForCausalLM also loads BERT, which then still attends in both directions.
     causal = "CausalLM" in classes or "LMHead" in classes
@@ -60,6 +64,13 @@ def check_request(args: argparse.Namespace, config: PreTrainedConfig, needs_patc
     """
     # The config tells enough, so nothing is loaded for these checks.
     patched = is_patched(config)
+    if is_adapter(args.model):
+        if args.mechanism:
+            raise ValueError(
+                f"{args.model}: an adapter, which has its own patch; leave out --mechanism, or name its base model"
+            )
+        # An adapter always has its base to compare with.
+        needs_patch = False
     if patched and args.mechanism:
         raise ValueError(
             f"{args.model}: patched already; leave out --mechanism, or name a model with its own attention"
@@ -85,10 +96,11 @@ def runs_by_name(config: PreTrainedConfig) -> bool:
 def load_model(args: argparse.Namespace) -> Any:
     """Load the model on its device, in evaluation mode."""
     device = device_of(args.device)
+    dtype = getattr(torch, args.dtype)
+    if is_adapter(args.model):
+        return load_adapter(args.model, dtype=dtype).to(device).eval()
     with errors_as(f"{args.model}: cannot load it"):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            args.model, dtype=getattr(torch, args.dtype)
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     return model.to(device).eval()
 
 
@@ -110,8 +122,16 @@ def measure_both(
 
     Returns:
         Measurements by `OWN` and `PATCHED`. One is missing for an unpatched model without
-        --mechanism, and for a converted model.
+        --mechanism, and for a converted model. An adapter is measured as `BASE` and `ADAPTED`.
     """
+    if is_adapter(args.model):
+        adapted = measure(model)
+        del model
+        with errors_as(f"{args.model}: cannot load its base"):
+            base: Any = AutoModelForCausalLM.from_pretrained(
+                find_base(args.model), dtype=getattr(torch, args.dtype)
+            )
+        return {BASE: measure(base.to(device_of(args.device)).eval()), ADAPTED: adapted}
     if not is_patched(model.config):
         measured = {OWN: measure(model)}
         if args.mechanism:

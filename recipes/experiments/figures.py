@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from . import depth as depth_experiment
 from . import flash as flash_experiment
 from . import length as length_experiment
+from .theme import follow_theme
 
 matplotlib.rcParams.update(
     {
@@ -49,8 +50,16 @@ WAYS = {"columns": "#4c72b0", "two plain columns": "#dd8452", "mask": "#55a868"}
 
 
 def save(figure: Figure, path: Path, transparent: bool = False) -> None:
-    """Write an SVG without the date of its making, and without a background if it is transparent."""
+    """Write an SVG without the date of its making, and without a background.
+
+    Args:
+        figure: The figure.
+        path: The file.
+        transparent: The figure has a file for each theme. Otherwise its one file follows the theme.
+    """
     figure.savefig(path, metadata={"Date": None, "Creator": None}, transparent=transparent)
+    if not transparent:
+        follow_theme(path)
 
 
 def pair(width: float = 9.0, height: float = 3.6):

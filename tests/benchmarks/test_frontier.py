@@ -20,6 +20,7 @@ from hf_hyperattn.inject.gradients import final_hidden, head_of
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.integration import lora_config
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
+from hyperattn_cli.commands import demo_long
 from tests.cli import tiny
 from tests.mechanisms.test_sparse_models import llama
 
@@ -414,3 +415,16 @@ def test_pages_of_html_become_text():
 
 def test_no_rule_is_exact_by_name():
     assert not METHODS["sinks and window"](SparseHeadRule(Exact()))
+
+
+@pytest.mark.slow
+def test_the_rules_of_the_demo_are_those_of_the_frontier():
+    """The point "rules with a kernel, together" at 8,192 tokens and 20 %, chosen again from committed costs."""
+    cell = Cell(8192, "rules with a kernel", "together", 0.2)
+    allocation = Choices(8192).of(cell, None, read_results()["cells"][cell.key]["rounds"])
+    config = demo_long.read_rules()
+    assert demo_long.compute_share(config) == pytest.approx(allocation.pairs, rel=1e-9)
+    assert set(config.overrides) == set(allocation.layers)
+    for name, heads in allocation.layers.items():
+        (sparse,) = config.overrides[name]
+        assert [rule.to_dict() for rule in sparse.rules] == [head.rule.to_dict() for head in heads]

@@ -26,7 +26,7 @@ RIGHT = {
         "2",
     ],
     "completion": ["bash"],
-    "convert": ["encoder", "out", "--to", "hat", "--set", "segment_length=16"],
+    "convert": ["encoder", "--output", "out", "--to", "hat", "--set", "segment_length=16"],
     "eval": ["model", "--text", "text.txt"],
     "hyperbolicity": ["model"],
     "list": ["cone"],
@@ -139,12 +139,15 @@ PLACES = [
         (
             ["bench", "HERE", "--mechanism", "cone"],
             ["compare", "HERE", "--mechanisms", "cone", "--text", "text.txt"],
-            ["convert", "HERE", "out", "--to", "hat"],
+            ["convert", "HERE", "--output", "out", "--to", "hat"],
             ["eval", "HERE", "--text", "text.txt"],
             ["hyperbolicity", "HERE"],
         ),
     ),
-    (("text.txt", "full", "missing/out"), (["convert", "model", "HERE", "--to", "hat"],)),
+    (
+        ("text.txt", "full", "missing/out"),
+        (["convert", "model", "--output", "HERE", "--to", "hat"],),
+    ),
     (("missing.txt", ".", "text.txt", "zeros.txt", ""), (["card", "patched", "--facts", "HERE"],)),
 ]
 #: Right lines, and what makes each wrong.
@@ -242,7 +245,7 @@ def replaced(right: list[str], more: list[str]) -> list[str]:
 
 COMPARE = ["compare", *RIGHT["compare"]]
 EVAL = ["eval", "model", "--text", "text.txt"]
-CONVERT = ["convert", "encoder", "out", "--to", "hat", "--set"]
+CONVERT = ["convert", "encoder", "--output", "out", "--to", "hat", "--set"]
 #: Wrong lines, and words of the mend that each error names.
 MENDS = [
     (["comapre"], "did you mean 'compare'"),
@@ -321,22 +324,32 @@ MENDS = [
     ([*COMPARE, "--out", "other"], "use another --out, or remove it"),
     (["compare", "patched-model", *COMPARE[2:]], "allowed: a model with its own attention"),
     (["compare", "encoder", *COMPARE[2:]], "allowed: a model that AutoModelForCausalLM loads"),
-    (["convert", "encoder", "out"], "--to is missing"),
-    (["convert", "encoder", "out", "--to", "hatt"], "did you mean 'hat'"),
-    (["convert", "encoder", "out", "--to", "cone"], "allowed: collaborative, hat"),
-    (["convert", "encoder", "out", "--to", "hat", "--set", "layout"], "allowed: NAME=VALUE"),
-    (["convert", "encoder", "out", "--to", "hat", "--set", "layuot=I1"], "did you mean 'layout'"),
+    (["convert", "encoder", "--output", "out"], "--to is missing"),
+    (["convert", "encoder", "--to", "hat"], "--output is missing"),
+    (["convert", "encoder", "--output", "out", "--to", "hatt"], "did you mean 'hat'"),
+    (["convert", "encoder", "--output", "out", "--to", "cone"], "allowed: collaborative, hat"),
     (
-        ["convert", "encoder", "out", "--to", "hat", "--set", "segment_length=1"],
+        ["convert", "encoder", "--output", "out", "--to", "hat", "--set", "layout"],
+        "allowed: NAME=VALUE",
+    ),
+    (
+        ["convert", "encoder", "--output", "out", "--to", "hat", "--set", "layuot=I1"],
+        "did you mean 'layout'",
+    ),
+    (
+        ["convert", "encoder", "--output", "out", "--to", "hat", "--set", "segment_length=1"],
         "HatConfig.segment_length",
     ),
-    (["convert", "encoder", "out", "--to", "hat", "--set", "layout=I9"], "I1, I2, I3"),
-    (["convert", "encoder", "out", "--to", "collaborative"], "add --set rank=R"),
-    (["convert", "model", "out", "--to", "hat"], "allowed: bert"),
-    (["convert", "patched-model", "out", "--to", "hat"], "allowed: a model with its own attention"),
-    (["convert", "encoder", "full", "--to", "hat"], "full"),
+    (["convert", "encoder", "--output", "out", "--to", "hat", "--set", "layout=I9"], "I1, I2, I3"),
+    (["convert", "encoder", "--output", "out", "--to", "collaborative"], "add --set rank=R"),
+    (["convert", "model", "--output", "out", "--to", "hat"], "allowed: bert"),
     (
-        ["convert", "encoder", "missing/out", "--to", "hat"],
+        ["convert", "patched-model", "--output", "out", "--to", "hat"],
+        "allowed: a model with its own attention",
+    ),
+    (["convert", "encoder", "--output", "full", "--to", "hat"], "full"),
+    (
+        ["convert", "encoder", "--output", "missing/out", "--to", "hat"],
         "allowed: a place in an existing folder",
     ),
     (["hyperbolicity", "text.txt"], "allowed: .npy, .csv, .safetensors"),

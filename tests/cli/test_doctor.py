@@ -8,10 +8,8 @@ from hf_hyperattn.engines import native
 from hf_hyperattn.engines.cpu import library
 from hyperattn_cli import main
 
-NAMES = (
-    "hf-hyperattn|python|cpu|gpu|compiler|kernels|cache|cone attention|key-tied hsa|missing".split(
-        "|"
-    )
+NAMES = "hf-hyperattn|python|cpu|gpu|compiler|kernels|cache|cone attention|hsa and sparse|missing".split(
+    "|"
 )
 
 
@@ -46,11 +44,12 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path, capsys, case):
         native.load_library.cache_clear()
     report = json.loads(capsys.readouterr().out)
     assert (
-        report["cone attention"].startswith("blockwise") and report["key-tied hsa"] == "plain torch"
+        report["cone attention"].startswith("blockwise")
+        and report["hsa and sparse"] == "plain PyTorch"
     )
     expected = {
         "off": "turned off by HF_HYPERATTN_NATIVE=0",
-        "no compiler": "carries none",
+        "no compiler": "no prebuilt ones",
         "unknown": "allowed: 0",
     }
     assert expected[case] in report["kernels"]

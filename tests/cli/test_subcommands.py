@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel, get_peft_model
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 
@@ -207,7 +208,7 @@ def test_eval_of_a_patched_model(place, monkeypatch, capsys):
     line = ("eval", "patched", "--text", "text.txt", "--length", "50", "--tokens", "120")
     rows = report(*line, capsys=capsys)
     ids = torch.tensor(tiny.tokenizer()((place / "text.txt").read_text())["input_ids"][:120])
-    for name, model in (("own attention", "model"), ("patched", "patched")):
+    for name, model in (("original", "model"), ("patched", "patched")):
         total, count = 0.0, 0
         for piece in ids.split(50):
             with torch.no_grad():
@@ -220,11 +221,11 @@ def test_eval_of_a_patched_model(place, monkeypatch, capsys):
         assert len(rows["rows"][name]["windows"]) == 2  # whole ones
     assert (
         rows["difference"]
-        == rows["rows"]["patched"]["loss"] - rows["rows"]["own attention"]["loss"]
+        == rows["rows"]["patched"]["loss"] - rows["rows"]["original"]["loss"]
         != 0
     )
     assert main([*line]) == 0
-    assert "Patched less own: " in capsys.readouterr().out
+    assert "Perplexity changes by " in capsys.readouterr().out
 
 
 def test_eval_of_a_stock_model(place, monkeypatch, capsys):
@@ -239,10 +240,52 @@ def test_eval_of_a_stock_model(place, monkeypatch, capsys):
     )
 
 
+@pytest.fixture
+def adapter(place, tmp_path):
+    """A trained adapter that carries its patch, on the unpatched model."""
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
+    torch.manual_seed(0)
+    config = ha.HyperLoraConfig(mechanisms=[ha.ConeConfig()], r=2)
+    model = get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not name.endswith(("gamma", "radius")):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_describe_and_eval_of_an_adapter(place, adapter, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    found = report("describe", str(adapter), capsys=capsys)
+    assert found["patched"] == len(found["hosts"]) and found["hosts"][0]["mechanisms"] == ["cone"]
+    assert main(["describe", str(adapter)]) == 0
+    assert re.search(
+        r"^adapter: .*adapter on .*model, [\d,]+ parameters$", capsys.readouterr().out, re.M
+    )
+    line = ("eval", str(adapter), "--text", "text.txt", "--length", "60", "--tokens", "60")
+    rows = report(*line, capsys=capsys)["rows"]
+    ids = torch.tensor(tiny.tokenizer()((place / "text.txt").read_text())["input_ids"][:60])
+    base = AutoModelForCausalLM.from_pretrained("model")
+    models = {"base model": base, "with adapter": None}
+    for name in models:
+        model = base if name == "base model" else PeftModel.from_pretrained(base, adapter)
+        with torch.no_grad():
+            logits = model.eval()(input_ids=ids[None]).logits[0, :-1]
+        assert math.isclose(
+            rows[name]["loss"], F.cross_entropy(logits, ids[1:]).item(), rel_tol=1e-5
+        )
+    assert abs(rows["base model"]["loss"] - rows["with adapter"]["loss"]) > 1e-3
+    assert main([*line, "--mechanism", "cone"]) == 2
+    assert "an adapter, which has its own patch; leave out --mechanism" in capsys.readouterr().err
+
+
 def test_describe_says_where_heads_have_nothing_of_their_own(place, capsys):
     for name, has in (("model", False), ("patched", True)):
         assert main(["describe", str(place / name), "--heads"]) == 0
-        assert ("--heads shows nothing: no head has parameters" in capsys.readouterr().out) != has
+        assert (
+            "--heads shows nothing, because no head has parameters" in capsys.readouterr().out
+        ) != has
 
 
 def test_bench(place, monkeypatch, capsys):
@@ -250,7 +293,7 @@ def test_bench(place, monkeypatch, capsys):
     line = ("bench", "patched", "--length", "40", "--generate", "4", "--repeats", "1")
     measured = report(*line, capsys=capsys)
     assert measured["logit_difference"] > 1e-2 and set(measured["rows"]) == {
-        "own attention",
+        "original",
         "patched",
     }
     for row in measured["rows"].values():
@@ -318,7 +361,7 @@ def test_convert(place, tmp_path, capsys):
     tiny.tokenizer().save_pretrained(tmp_path / "encoder")
     line = ("convert", str(tmp_path / "encoder"))
     settings = ("--to", "hat", "--set", "segment_length=16", "--set", "max_length=64")
-    done = report(*line, str(tmp_path / "hat"), *settings, capsys=capsys)
+    done = report(*line, "--output", str(tmp_path / "hat"), *settings, capsys=capsys)
     assert done["class"] == "HatModel" and done["tokenizer"]
     model = AutoModel.from_pretrained(tmp_path / "hat")
     assert (
@@ -327,8 +370,21 @@ def test_convert(place, tmp_path, capsys):
         > done["parameters"]["before"]
     )
     assert model.config.segment_length == 16
-    assert main([*line, str(tmp_path / "shared"), "--to", "collaborative", "--set", "rank=32"]) == 0
-    assert "it loads where hf_hyperattn is imported" in capsys.readouterr().out
+    assert (
+        main(
+            [
+                *line,
+                "--output",
+                str(tmp_path / "shared"),
+                "--to",
+                "collaborative",
+                "--set",
+                "rank=32",
+            ]
+        )
+        == 0
+    )
+    assert "It loads with from_pretrained after `import hf_hyperattn`" in capsys.readouterr().out
     ids = torch.arange(5, 15)[None]
     with torch.no_grad():
         shared = AutoModel.from_pretrained(tmp_path / "shared").eval()(ids).last_hidden_state
@@ -344,6 +400,7 @@ def test_a_tokenizer_is_none_or_whole(tmp_path, capsys):
     line = [
         "convert",
         str(tmp_path / "encoder"),
+        "--output",
         str(tmp_path / "out"),
         "--to",
         "collaborative",
@@ -477,11 +534,11 @@ def test_compare_writes_its_verdict(place, tmp_path, monkeypatch, capsys):
         and measured["seeds"] == len(row["losses"]) == 3
     )
     assert measured["windows_read"] == 2 and not any(
-        "not 2" in said for said in compare.describe_result(measured)
+        said.startswith("Only") for said in compare.describe_result(measured)
     )
     fewer = compare.describe_result(measured | {"held_out": 3})
     assert (
-        "2 held-out windows were read, not 3: the last fifth of a text holds fewer than its share"
+        "Only 2 of 3 held-out windows were read, because the last fifth of a text holds fewer than its share."
         in fewer
     )
     card = (out / "README.md").read_text()
@@ -492,7 +549,7 @@ def test_compare_writes_its_verdict(place, tmp_path, monkeypatch, capsys):
     assert main([*COMPARE, "--out", str(out)]) == 0
     assert (
         out / "README.md"
-    ).read_text() == "mine" and "less none (95 %)" in capsys.readouterr().out
+    ).read_text() == "mine" and "minus none (95 %)" in capsys.readouterr().out
     assert main([*COMPARE, "--seeds", "4", "--out", str(out)]) == 2
     assert "of another comparison (seeds differ)" in capsys.readouterr().err
 

@@ -100,7 +100,7 @@ def test_offloaded_gates():
 def test_the_table():
     model = ha.patch_model(llama(), CONE, layers=[0])
     lines = str(ha.describe(model)).splitlines()
-    assert lines[0].split() == ["host", "family", "heads", "kind", "patched", "added", "gates"]
+    assert lines[0].split() == "attention layer family heads kind patched added gates".split()
     assert lines[2].split() == [
         "model.layers.0.self_attn",
         *"llama 4/2 causal cone 12 cone.gate 0 to 0".split(),
@@ -112,7 +112,7 @@ def test_the_table():
     ]
     assert len(lines) == 5 and set(lines[1]) == {"-", " "}
     assert lines[-1].startswith(
-        "LlamaForCausalLM: 1 of 4 hosts patched (blend), 12 parameters added to "
+        "LlamaForCausalLM: 1 of 4 attention layers patched (blend), 12 parameters added to "
     )
 
 
@@ -193,7 +193,7 @@ def test_it_says_what_runs():
     found = ha.describe(model)
     assert [h["active"] for h in found["hosts"]] == [False] * 4
     assert str(found).endswith(
-        "not active: the patched hosts run attn_implementation='eager', without what was added"
+        "not active: the patched layers run attn_implementation='eager', without what was added"
     )
     model = llama()
     model.set_attn_implementation("cone")

@@ -213,7 +213,7 @@ def test_the_page(tmp_path, monkeypatch):
         lambda self, repo_id, **settings: self.save_pretrained(repo_id),
     )
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/deploying.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/export.md").read_text()
     for code in re.findall("```python\n(.*?)```", page, re.DOTALL):
         exec(code, names := {})
     assert (names["logits"] - torch.from_numpy(names["same_logits"])).abs().max() < 1e-4

@@ -21,6 +21,7 @@ from recipes.experiments import (
     head_tables,
     hyperbolicity_tables,
     selection_maps,
+    theme,
     translation_tables,
     trilinear_tables,
     vision_tables,
@@ -269,3 +270,11 @@ def test_the_ancestor_is_the_lowest_point_whose_cone_contains_both():
 
     assert contains(x, height)
     assert not any(contains(at, height - 1e-3) for at in np.linspace(-5, 5, 2001))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs" / "plots").glob("*.svg")), ids=lambda p: p.stem
+)
+def test_plots_have_no_background_and_follow_the_theme(path):
+    text = path.read_text(encoding="utf-8")
+    assert theme.RULE in text and not theme.BACKGROUND.search(text)

@@ -31,12 +31,14 @@ class Description(dict):
     def __str__(self) -> str:
         rows = fold_rows([(host["name"], _format_row(host)) for host in self["hosts"]])
         lines = _format_table(
-            [["host", "family", "heads", "kind", "patched", "added", "gates"], *rows], rule=True
+            [["attention layer", "family", "heads", "kind", "patched", "added", "gates"], *rows],
+            rule=True,
         )
         for host in self["hosts"]:
             lines += _format_heads(host)
         lines.append(
-            f"{self['model']}: {self['patched']} of {len(self['hosts'])} hosts patched ({self['mode'] or 'none'}), "
+            f"{self['model']}: {self['patched']} of {len(self['hosts'])} attention layers patched "
+            f"({self['mode'] or 'none'}), "
             f"{self['parameters_added']:,} parameters added to {self['parameters']:,}"
         )
         # Facts that do not fit into the table: inactive patches, unusual base implementations,
@@ -46,7 +48,7 @@ class Description(dict):
         )
         if off:
             lines.append(
-                f"not active: the patched hosts run attn_implementation={off[0]!r}, without what was added"
+                f"not active: the patched layers run attn_implementation={off[0]!r}, without what was added"
             )
         beneath = sorted({h["beneath"] for h in self["hosts"] if h["beneath"]} - {"sdpa"})
         lines += [f"beneath: what is not changed is computed by {name!r}" for name in beneath]
@@ -159,11 +161,11 @@ def describe(model: nn.Module, heads: bool = False) -> Description:
     Example:
         >>> ha.patch_model(model, ha.ConeConfig(), layers="last-third")
         >>> print(ha.describe(model))
-        host                               family  heads  kind    patched  added  gates
+        attention layer                    family  heads  kind    patched  added  gates
         ---------------------------------  ------  -----  ------  -------  -----  ----------------
         model.layers.0-19.self_attn (20)   llama   9/3    causal  -        0      -
         model.layers.20-29.self_attn (10)  llama   9/3    causal  cone     27     cone.gate 0 to 0
-        LlamaForCausalLM: 10 of 30 hosts patched (blend), 270 parameters added to 134,515,008
+        LlamaForCausalLM: 10 of 30 attention layers patched (blend), 270 parameters added to 134,515,008
     """
     base = base_model(model)
     hypers = [unwrap_hyper(host.hyper) for _, host in patched_hosts(base)]
