@@ -121,7 +121,9 @@ def lists_rows(rule: HeadRule) -> bool:
 
 
 def count_pages(group: ListedRules, keys: int, summaries: int) -> int:
-    """Return the number of pages in the tables: of all that may be chosen, and one more.
+    """Return the number of pages in the tables: those that may be chosen, and a spare one.
+
+    The spare page takes the empty entries of lists (`mark_pages`).
 
     Args:
         group: The heads.

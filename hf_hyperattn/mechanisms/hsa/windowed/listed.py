@@ -5,8 +5,8 @@ This module shows how closed blocks become keys of that kernel.
 All tokens of a closed block of w tokens have the same logit and, together, the block's mean value
 (docs/hsa.md). So the block is one key, the mean of its keys, with log(w) and the block bias added
 to its logit. The kernel gets the means of all levels before the tokens, as *summaries*, and for
-each query a list of the means that it attends to. Tokens of open blocks are near or first ones, or
-they are listed, too, where refinement opened their block.
+each query a list of the means that it attends to. It finds near and first tokens by itself. Tokens of
+blocks that refinement opened are listed.
 
 Means are computed in float32 and rounded to the dtype of the tokens, as the kernel reads them.
 """
@@ -31,7 +31,7 @@ from .native import Levels, span_lists
 
 #: Most numbers of the lists, or of the scores of refinement, that exist at a time.
 MOST_NUMBERS = 2**22
-#: Most bytes of tokens that are copied at a time, unless those of one head are more.
+#: Most bytes of keys and values that are copied at a time. One key head is copied even if it has more.
 MOST_COPIED = 2**25
 
 
@@ -95,7 +95,7 @@ def split_key_heads(levels: Levels) -> list[slice]:
 
 def cut_heads(
     key_heads: slice, query: Tensor, levels: Levels, rule: Rule, options: Options, scale: float
-) -> tuple[ListedCall, slice]:
+) -> tuple[TiedCall, slice]:
     """Return the call of some key heads, and the query heads that share them.
 
     Args:
@@ -109,7 +109,7 @@ def cut_heads(
     )
     bias, sinks = (None if t is None else t[heads] for t in (rule.block_bias, options.sinks))
     near, first, top_k = (x[heads] for x in (rule.near, rule.sinks, rule.refine_top_k))
-    call = ListedCall(
+    call = TiedCall(
         query[:, heads],
         replace(levels, keys=keys, values=values),
         replace(rule, near=near, sinks=first, refine_top_k=top_k, block_bias=bias),
@@ -128,7 +128,7 @@ def share_dtype(query: Tensor, levels: Levels) -> tuple[Tensor, Levels]:
     return query.float(), replace(levels, keys=keys, values=values)
 
 
-class ListedCall:
+class TiedCall:
     """A call in the form that the kernel reads.
 
     Args:
@@ -270,7 +270,7 @@ class ListedCall:
         rows = torch.cat([tables[head] for head in range(len(tables))], 1)
         return in_order, Lists(rows, shapes_of_choice(in_order, len(queries), self.key.shape[2]))
 
-    def _find_first(self, queries: range) -> list[int]:
+    def _place_first_queries(self, queries: range) -> list[int]:
         """Return the position of the first real query of each row of the batch."""
         return [max(0, self.options.offset + queries.start - start) for start in self.starts]
 
@@ -282,7 +282,7 @@ class ListedCall:
             is that of the first real query.
         """
         size = self.sizes[0]
-        first = tuple(place // size for place in self._find_first(queries))
+        first = tuple(place // size for place in self._place_first_queries(queries))
         # Without padding all rows of the batch have the same lists.
         lists = list_closed_blocks(
             self.sizes,
@@ -306,9 +306,10 @@ class ListedCall:
         """
         if not len(queries):
             return self.query.new_full((len(self.starts), len(heads), 2, 0), -1, dtype=torch.int32)
-        # One query of each row for each of its lists. The last lists have no query.
+        # Each list belongs to one query. The last two lists belong to none, and more of them in a
+        # row with padding.
         place = torch.arange(len(queries) + 2, device=self.query.device)
-        first = torch.tensor(self._find_first(queries), device=place.device)[:, None]
+        first = torch.tensor(self._place_first_queries(queries), device=place.device)[:, None]
         starts = torch.tensor(self.starts, device=place.device)[:, None]
         place = first + place
         index = place + starts - self.options.offset - queries.start
@@ -405,8 +406,9 @@ def list_marked(marks: Tensor, most: int | None = None) -> Tensor:
     return number.masked_fill(number == count, -1)
 
 
-# The layers of a model ask for the same lists, one after the other.
-@lru_cache(maxsize=4)
+# The layers of a model ask for the same lists, one after the other. A long prompt has several lists
+# for each rule (`split_queries`).
+@lru_cache(maxsize=32)
 def list_closed_blocks(
     sizes: tuple[int, ...],
     counts: tuple[int, ...],
