@@ -29,7 +29,7 @@ class HeadRule(NamedTuple):
     Without pages: the keys j < sinks, and the keys j > p - near.
 
     With pages, c is the first position of the query's chunk. The query sees the keys j < sinks, the
-    chosen pages, and all keys from the page on that contains c - near + 1. By `SUMMARIES` or `ROWS`
+    chosen pages, and all keys from the page on that contains c - near + 1. With by=`SUMMARIES` or `ROWS`
     the chunk has chosen single rows instead of pages.
 
     Args:

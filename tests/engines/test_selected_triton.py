@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from hf_hyperattn.engines.selected import HeadRule
+from hf_hyperattn.engines.selected import SUMMARIES, HeadRule, shapes_of_choice
 from tests.engines.test_selected_native import RULES, SHAPES, any_rule, defined, inputs, some_pages
 from tests.engines.test_triton import devices, slow
 
@@ -159,6 +159,23 @@ def test_pages_that_all_queries_of_a_block_chose_need_no_mask(device):
     # Block 0 has no page before its near keys.
     assert tables.counts[0, 0, :2].tolist() == [[0, 0], [3, 4]]
     assert tables.listed[0, 0, 1, :4, 0].tolist() == [0, 1, 2, 9]
+
+
+@devices
+def test_tiles_of_near_keys_read_no_entry_behind_the_lists(device):
+    """With a few summaries, the list of a block is shorter than the entries that a tile reads."""
+    from hf_hyperattn.engines.triton.selected import ListedCall
+
+    rule = HeadRule(1000, 0, page=128, chunk=128, top=2, by=SUMMARIES)
+    q, k, v = (torch.randn(1, 1, n, 16, device=device) for n in (256, 258, 258))
+    ((chunks, most),) = shapes_of_choice([rule], 256, 258)
+    chosen = torch.full((1, chunks * most), -1, dtype=torch.int32, device=device)
+    call = ListedCall(q, k, v, chosen, [*rule], [2, 258], 2, 1.0, 0.0, 0, 2, None, None)
+    ((group, first, blocks),) = call.list_launches()
+    listed = call.make_tables(group, first, blocks).listed
+    behind_last_list = (listed.numel() - 2 * listed.shape[3]) * listed.element_size()
+    read = 2 * call.config.columns * listed.element_size()
+    assert listed.untyped_storage().nbytes() >= behind_last_list + read
 
 
 @devices

@@ -406,6 +406,18 @@ def test_a_few_queries_without_the_kernel_read_their_cover_alone(monkeypatch, qu
     assert_close(out.double(), exact, 1e-5, "output")
 
 
+def test_a_query_without_windows_and_without_the_kernel_reads_all_tokens(monkeypatch):
+    query, key, value = qkv(batch=1, heads=2, lq=9, d=8, dtype=torch.float32)
+    query, cache = query[:, :, -1:], LayerCache(key, value)
+    cache.append(key, value)
+    rule, options = split_names({"near": 2, "is_causal": True, "offset": 8})
+    monkeypatch.setattr(native, "can_serve", lambda t: False)
+    with torch.no_grad():
+        out = attend_cached(query, 9, cache, Hierarchy(9, sizes=()), rule, options, 0.3)
+    exact = torch.softmax(query.double() @ key.double().mT * 0.3, -1) @ value.double()
+    assert_close(out.double(), exact, 1e-5, "output")
+
+
 def test_queries_that_see_later_tokens_use_no_cached_means():
     """A cache has no mean of an incomplete window, which only causal queries never need."""
     query, key, value = qkv(batch=1, heads=2, lq=7, d=4, dtype=torch.float32)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.windowed import listed
@@ -127,7 +128,72 @@ def test_heads_and_queries_in_several_parts(device, monkeypatch):
 
 
 @devices
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_nan_in_padding_reaches_nothing(device, top_k):
+    """Queries behind a text share tiles with queries of the text, and list means of padding."""
+    q, k, v = (tensor(2, 2, 40, 8, seed=i, dtype=torch.float32) for i in range(3))
+    for t in (q, k, v):
+        t[0, :, 23:] = float("nan")
+        t[1, :, :6] = float("nan")
+    where = {"starts": torch.tensor([0, 6]), "stops": torch.tensor([23, 40])}
+    rule = {"near": 2, "refine_top_k": top_k, "is_causal": True} | where
+    given = [t.to(device).requires_grad_() for t in (q, k, v)]
+    bias = torch.zeros(2, device=device, requires_grad=True)
+    out = tied(*given, (4, 8), **rule, block_bias=bias, backend="triton")[0]
+    assert not out[0, :, 23:].any() and not out[1, :, :6].any()
+    exact, _ = tied(*(t.double() for t in (q, k, v)), (4, 8), **rule, backend="torch")
+    assert_close(out.detach().cpu(), exact, 5e-6, "output")
+    gradients = torch.autograd.grad(out.square().sum(), [*given, bias])
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@devices
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_calls_without_queries_or_rows(device, top_k):
+    q, k, v = (torch.randn(2, 2, 20, 8) for _ in "qkv")
+    rule = {"refine_top_k": top_k, "is_causal": True}
+    for batch, queries in ((0, 20), (2, 0)):
+        some = q[:batch, :, :queries], k[:batch], v[:batch]
+        out = attend(device, *some, (4, 8), **rule, offset=20 - queries)
+        assert out.shape == some[0].shape
+
+
+@devices
+def test_the_default_dtype_does_not_matter(device):
+    """The logarithm of 5 has no few digits in bfloat16."""
+    q, k, v = (tensor(1, 2, 40, 8, seed=i, dtype=torch.float32) for i in range(3))
+    expected = attend(device, q, k, v, (5, 10), is_causal=True)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        out = attend(device, q, k, v, (5, 10), is_causal=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, expected)
+
+
+@devices
+def test_an_operator_has_the_gradients_of_the_direct_call(device):
+    """FLOP counters see only operators."""
+    given = [tensor(1, 2, 40, 8, seed=i, dtype=torch.float32).to(device) for i in range(3)]
+    given = [t.requires_grad_() for t in given]
+
+    def differentiate():
+        out = tied(*given, (4, 8), near=2, is_causal=True, backend="triton")[0]
+        return torch.autograd.grad(out.square().sum(), given)
+
+    expected = differentiate()
+    with FlopCounterMode(display=False) as counter:
+        found = differentiate()
+    assert counter.get_total_flops() > 0
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, 1e-5, "gradient")
+
+
+@devices
 def test_a_call_that_the_kernel_does_not_take(device):
+    wide = torch.randn(1, 1, 8, 300, device=device)
+    with pytest.raises(ValueError, match="heads are wider than 256"):
+        tied(wide[..., :8], wide[..., :8], wide, (4,), is_causal=True, backend="triton")
     q = torch.randn(1, 2, 20, 8, device=device)
     with pytest.raises(ValueError, match="it is not causal"):
         tied(q, q, q, (4,), is_causal=False, backend="triton")

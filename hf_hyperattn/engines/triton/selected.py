@@ -143,6 +143,7 @@ class ListedCall:
             self.summaries,
             first,
             blocks,
+            self.config.columns,
         )
 
     def list_arguments(self, group: ListedRules, tables: Tables) -> dict[str, Any]:

@@ -121,7 +121,9 @@ def lists_rows(rule: HeadRule) -> bool:
 
 
 def count_pages(group: ListedRules, keys: int, summaries: int) -> int:
-    """Return the number of pages in the tables: of all that may be chosen, and one more.
+    """Return the number of pages in the tables: those that may be chosen, and a spare one.
+
+    The spare page takes the empty entries of lists (`mark_pages`).
 
     Args:
         group: The heads.
@@ -211,6 +213,7 @@ def make_tables(
     summaries: int,
     first: int,
     blocks: int,
+    columns: int,
 ) -> Tables:
     """Return the tables of some blocks.
 
@@ -223,10 +226,14 @@ def make_tables(
         queries, keys: N and M.
         summaries: As in `SelectedKernel.attend`.
         first, blocks: From `split_blocks`.
+        columns: Keys of a tile.
     """
     pages = count_pages(group, keys, summaries)
     bits = mark_pages(group, chosen, starts, offset, first, blocks, pages)
-    listed = bits.new_empty(*bits.shape, 2)
+    # A tile of near keys reads a whole tile of entries and drops them (`place_clean`). The list of
+    # the last block may be shorter than that.
+    listed = bits.new_empty(2 * (bits.numel() + columns // group.page))[: 2 * bits.numel()]
+    listed = listed.view(*bits.shape, 2)
     counts = bits.new_empty(*bits.shape[:3], 2)
     write_lists[(counts.numel() // 2,)](
         TABLES=(bits, listed, counts),

@@ -225,7 +225,10 @@ def attend_cached(
     # FLOP counters see only operators, so under a dispatch mode the call must go through one.
     if levels is None or (cache.keep is None and count_dispatch_modes()):
         return None
-    is_few = query.shape[2] <= FEW and not any(list_numbers(rule.refine_top_k))
+    # Without windows there is no cover: all tokens are read.
+    is_few = (
+        query.shape[2] <= FEW and bool(levels.sizes) and not any(list_numbers(rule.refine_top_k))
+    )
     if (levels.held is not None or is_few) and not native.can_serve(query):
         return attend_cover(query, levels, rule, options, scale)
     return attend_levels(query, levels, rule, options, scale, lse=False)[0]

@@ -89,7 +89,7 @@ def attend_keys(
             f"backend={backend!r} cannot compute {obstacle}; use backend='auto' or 'torch'"
         )
     readable = can_read(query)
-    on_gpu = obstacle is None and readable and _gpu_kernel_serves(query, options, backend)
+    on_gpu = obstacle is None and readable and _gpu_kernel_serves(query, value, options, backend)
     # Dispatch modes such as FLOP counters need the operator.
     if on_gpu and not count_dispatch_modes():
         levels = Levels(hierarchy.sizes or (), (key,), (value,), hierarchy.starts, hierarchy.stops)
@@ -188,10 +188,10 @@ def attend_levels(
     rule, options = spread_heads(rule, options, query, dtype)
     if _kernel_serves(query, backend):
         return native.compute_forward(query, levels, rule, options, scale, lse)
-    if not lse and levels.held is None and _gpu_kernel_serves(query, options, backend):
+    key, value = levels.keys[0], levels.values[0]
+    if not lse and levels.held is None and _gpu_kernel_serves(query, value, options, backend):
         return listed.attend_listed(query, levels, rule, options, scale), None
     # Plain torch computes its own means from the tokens.
-    key, value = levels.keys[0], levels.values[0]
     hierarchy = Hierarchy(
         key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops
     )
@@ -199,7 +199,7 @@ def attend_levels(
     return attend_trees(query * scale, key, value, hierarchy, rule, options)[:2]
 
 
-def _gpu_kernel_serves(query: Tensor, options: Options, backend: str) -> bool:
+def _gpu_kernel_serves(query: Tensor, value: Tensor, options: Options, backend: str) -> bool:
     """Return whether the kernel for GPUs computes a call over windows.
 
     Raises:
@@ -208,7 +208,7 @@ def _gpu_kernel_serves(query: Tensor, options: Options, backend: str) -> bool:
     is_asked = backend == "triton"
     if not (is_asked or (backend == "auto" and query.device.type == "cuda")):
         return False
-    obstacle = listed.find_obstacle(query, options)
+    obstacle = listed.find_obstacle(query, value, options)
     if obstacle is None:
         return True
     if is_asked:
@@ -297,7 +297,12 @@ def _read_call(
         block_bias=extras.get("block_bias"),
     )
     options = Options(is_causal=bool(is_causal), offset=offset, sinks=extras.get("sink_logit"))
-    levels = _pool_tokens(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
+    spans = extras.get("starts"), extras.get("stops")
+    # Means of the kernel for CPUs have no gradient. Other ways compute their own ones.
+    if _kernel_serves(query, BACKENDS[backend]):
+        levels = _pool_tokens(key, value, tuple(sizes), *spans)
+    else:
+        levels = Levels(tuple(sizes), (key,), (value,), *spans)
     return query, levels, rule, options, scale, BACKENDS[backend]
 
 

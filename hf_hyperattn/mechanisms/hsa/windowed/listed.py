@@ -5,8 +5,8 @@ This module shows how closed blocks become keys of that kernel.
 All tokens of a closed block of w tokens have the same logit and, together, the block's mean value
 (docs/hsa.md). So the block is one key, the mean of its keys, with log(w) and the block bias added
 to its logit. The kernel gets the means of all levels before the tokens, as *summaries*, and for
-each query a list of the means that it attends to. Tokens of open blocks are near or first ones, or
-they are listed, too, where refinement opened their block.
+each query a list of the means that it attends to. It finds near and first tokens by itself. Tokens of
+blocks that refinement opened are listed.
 
 Means are computed in float32 and rounded to the dtype of the tokens, as the kernel reads them.
 """
@@ -31,20 +31,20 @@ from .native import Levels, span_lists
 
 #: Most numbers of the lists, or of the scores of refinement, that exist at a time.
 MOST_NUMBERS = 2**23
-#: Most bytes of tokens that are copied at a time, unless those of one head are more.
+#: Most bytes of keys and values that are copied at a time. One key head is copied even if it has more.
 MOST_COPIED = 2**25
 
 
-def find_obstacle(query: Tensor, options: Options) -> str | None:
+def find_obstacle(query: Tensor, value: Tensor, options: Options) -> str | None:
     """Return why the kernel cannot compute a call; None if it can.
 
     Args:
-        query, options: As in `key.attend_keys`, with windows, and without mask, bias, sliding
-            window, dropout and weights.
+        query, value, options: As in `key.attend_keys`, with windows, and without mask, bias,
+            sliding window, dropout and weights.
     """
     if not options.is_causal:
         return "it is not causal"
-    return triton.find_selected_obstacle(query)
+    return triton.find_selected_obstacle(query, value)
 
 
 def attend_listed(
@@ -95,7 +95,7 @@ def split_key_heads(levels: Levels) -> list[slice]:
 
 def cut_heads(
     key_heads: slice, query: Tensor, levels: Levels, rule: Rule, options: Options, scale: float
-) -> tuple[ListedCall, slice]:
+) -> tuple[TiedCall, slice]:
     """Return the call of some key heads, and the query heads that share them.
 
     Args:
@@ -109,7 +109,7 @@ def cut_heads(
     )
     bias, sinks = (None if t is None else t[heads] for t in (rule.block_bias, options.sinks))
     near, first, top_k = (x[heads] for x in (rule.near, rule.sinks, rule.refine_top_k))
-    call = ListedCall(
+    call = TiedCall(
         query[:, heads],
         replace(levels, keys=keys, values=values),
         replace(rule, near=near, sinks=first, refine_top_k=top_k, block_bias=bias),
@@ -128,7 +128,7 @@ def share_dtype(query: Tensor, levels: Levels) -> tuple[Tensor, Levels]:
     return query.float(), replace(levels, keys=keys, values=values)
 
 
-class ListedCall:
+class TiedCall:
     """A call in the form that the kernel reads.
 
     Args:
@@ -159,6 +159,7 @@ class ListedCall:
             else pool_complete(tables[0], self.sizes, self.starts)
             for tables in (levels.keys, levels.values)
         )
+        self.means, values = (self._hide_padding(tables, stops) for tables in (self.means, values))
         self.counts = tuple(t.shape[2] for t in self.means)
         self.summaries = sum(self.counts)
         self.key = torch.cat([*(t.to(key.dtype) for t in self.means), key], 2)
@@ -173,8 +174,12 @@ class ListedCall:
         """Return the output of some queries, [B, H, n, dv]."""
         from ....engines.triton.selected import kernel  # Triton may be missing.
 
+        query, hidden = self.query[:, :, queries.start : queries.stop], self._find_padding(queries)
+        if hidden is not None:
+            # NaN there would reach the gradients of keys, although the output is dropped.
+            query = query.masked_fill(hidden, 0.0)
         out = kernel.attend(
-            self.query[:, :, queries.start : queries.stop],
+            query,
             self.key,
             self.value,
             *self.list_rows(queries),
@@ -185,7 +190,6 @@ class ListedCall:
             sinks=self.options.sinks,
             bias=self.bias,
         )
-        hidden = self._find_padding(queries)
         return out if hidden is None else out.masked_fill(hidden, 0.0)
 
     def _find_padding(self, queries: range) -> Tensor | None:
@@ -201,11 +205,27 @@ class ListedCall:
         """Return given means without that of a last window which is not complete."""
         return [t[:, :, : length // size] for t, size in zip(tables, self.sizes, strict=True)]
 
+    def _hide_padding(self, means: list[Tensor], stops: list[int]) -> list[Tensor]:
+        """Return means with zeros for the windows that end behind a text.
+
+        Only queries behind the text list them. But these share tiles with queries of the text, and
+        NaN times a weight of 0 is NaN.
+        """
+        ends = [stop - start for start, stop in zip(self.starts, stops, strict=True)]
+        hidden = []
+        for t, size in zip(means, self.sizes, strict=True):
+            if any(end < t.shape[2] * size for end in ends):
+                last = (1 + torch.arange(t.shape[2], device=t.device)) * size
+                is_hidden = last > torch.tensor(ends, device=t.device)[:, None]
+                t = t.masked_fill(is_hidden[:, None, :, None], 0.0)
+            hidden.append(t)
+        return hidden
+
     def _make_bias(self) -> Tensor:
         """Return what is added to the logits: log(w) and the block bias for means of w tokens."""
         batch, heads = self.query.shape[:2]
         parts = [
-            torch.full((count,), math.log(size), device=self.query.device)
+            torch.full((count,), math.log(size), dtype=torch.float32, device=self.query.device)
             for count, size in zip(self.counts, self.sizes, strict=True)
         ]
         of_blocks = torch.cat(parts).expand(heads, -1)
@@ -221,7 +241,7 @@ class ListedCall:
         if any(self.rule.refine_top_k):
             longest = self.summaries + max(self.rule.refine_top_k) * self.sizes[0]
         # Without refinement, the queries of a window share a list.
-        of_query = batch * heads * max(1, longest, self.summaries // self.sizes[0])
+        of_query = max(1, batch * heads) * max(1, longest, self.summaries // self.sizes[0])
         step = max(self.sizes[0], MOST_NUMBERS // of_query)
         return [range(first, min(first + step, n)) for first in range(0, n, step)] or [range(0)]
 
@@ -250,7 +270,7 @@ class ListedCall:
         rows = torch.cat([tables[head] for head in range(len(tables))], 1)
         return in_order, Lists(rows, shapes_of_choice(in_order, len(queries), self.key.shape[2]))
 
-    def _find_first(self, queries: range) -> list[int]:
+    def _place_first_queries(self, queries: range) -> list[int]:
         """Return the position of the first real query of each row of the batch."""
         return [max(0, self.options.offset + queries.start - start) for start in self.starts]
 
@@ -262,13 +282,18 @@ class ListedCall:
             is that of the first real query.
         """
         size = self.sizes[0]
-        first = [place // size for place in self._find_first(queries)]
-        low, windows = min(first), len(queries) // size + 2
-        device = self.query.device
+        first = tuple(place // size for place in self._place_first_queries(queries))
+        # Without padding all rows of the batch have the same lists.
         lists = list_closed_blocks(
-            self.sizes, self.counts, near, sinks, low, max(first) - low + windows, device
+            self.sizes,
+            self.counts,
+            near,
+            sinks,
+            first[:1] if len(set(first)) == 1 else first,
+            len(queries) // size + 2,
+            self.query.device,
         )
-        return torch.stack([lists[at - low : at - low + windows] for at in first])[:, None]
+        return lists.expand(len(first), -1, -1)[:, None]
 
     def _list_refined(
         self, queries: range, heads: list[int], near: int, sinks: int, top_k: int
@@ -279,16 +304,19 @@ class ListedCall:
             int32 [B, heads, queries + 2, most], closed blocks and tokens of opened ones, and -1
             behind them. The first query is the first real one.
         """
-        # One query of each row for each of its lists. The last lists have no query.
+        if not len(queries):
+            return self.query.new_full((len(self.starts), len(heads), 2, 0), -1, dtype=torch.int32)
+        # Each list belongs to one query. The last two lists belong to none, and more of them in a
+        # row with padding.
         place = torch.arange(len(queries) + 2, device=self.query.device)
-        first = torch.tensor(self._find_first(queries), device=place.device)[:, None]
+        first = torch.tensor(self._place_first_queries(queries), device=place.device)[:, None]
         starts = torch.tensor(self.starts, device=place.device)[:, None]
         place = first + place
         index = place + starts - self.options.offset - queries.start
         is_there = (index < len(queries))[:, None, :, None]
         index = index.clamp_max(len(queries) - 1)[:, None, :, None]
         every = self.query[:, :, queries.start : queries.stop].detach()
-        numbers = place.shape[0] * place.shape[1] * max(1, self.counts[0])
+        numbers = max(1, place.numel()) * max(1, self.counts[0])
         step = max(1, MOST_NUMBERS // numbers)
         parts = []
         for at in range(0, len(heads), step):
@@ -378,14 +406,15 @@ def list_marked(marks: Tensor, most: int | None = None) -> Tensor:
     return number.masked_fill(number == count, -1)
 
 
-# The layers of a model ask for the same lists, one after the other.
-@lru_cache(maxsize=4)
+# The layers of a model ask for the same lists, one after the other. A long prompt has several lists
+# for each rule (`split_queries`).
+@lru_cache(maxsize=32)
 def list_closed_blocks(
     sizes: tuple[int, ...],
     counts: tuple[int, ...],
     near: int,
     sinks: int,
-    first: int,
+    first: tuple[int, ...],
     windows: int,
     device: torch.device,
 ) -> Tensor:
@@ -395,19 +424,20 @@ def list_closed_blocks(
         sizes: Window sizes, bottom first.
         counts: Number of blocks of each level.
         near, sinks: As in `config.Rule`.
-        first: Number of the first window.
+        first: Numbers of the first windows, one for each row of the result.
         windows: Number of windows.
         device: Of the result.
 
     Returns:
-        int32 [windows, most], see `list_marked`. Blocks of all levels count on, bottom first.
+        int32 [rows, windows, most], see `list_marked`. Blocks of all levels count on, bottom first.
     """
-    place = (first + torch.arange(windows, device=device))[:, None] * sizes[0]
+    window = torch.tensor(first, dtype=torch.long, device=device)[:, None]
+    place = (window + torch.arange(windows, device=device))[..., None] * sizes[0]
     seen = [
         is_seen(sizes, level, torch.arange(count, device=device), place, near, sinks)
         for level, count in enumerate(counts, 1)
     ]
-    return list_marked(torch.cat(seen, 1)).to(torch.int32)
+    return list_marked(torch.cat(seen, 2)).to(torch.int32)
 
 
 def pool_complete(t: Tensor, sizes: Sequence[int], starts: Sequence[int]) -> list[Tensor]:
