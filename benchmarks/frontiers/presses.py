@@ -286,6 +286,8 @@ def main() -> None:
     duo_attention_press.load_dataset = lambda *_, **__: Passages(work.passages)
     with torch.no_grad():
         check_presses(work.model)
+        # kvpress keeps head scores by the name of the checkpoint, which the small model borrowed.
+        duo_attention_press.cache.clear()
         model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32).eval()
         for item in work.items:
             result = json.loads(args.result.read_text())
