@@ -239,6 +239,8 @@ def rise_of(result: dict[str, Any], method: str, share: float, name: str) -> flo
 
 def table_of(result: dict[str, Any], share: float) -> str:
     """Return a Markdown table of one share; rows with a smaller mean come first."""
+    if not any(key_of(method, share) in result["cells"] for method in (OURS, *METHODS)):
+        return "Not run."
     full = result["cells"].get(key_of(FULL, 1.0), {})
     texts = [name for name in full if not name.startswith(NEEDLES)]
     needles = [name for name in full if name.startswith(NEEDLES)]
@@ -291,7 +293,9 @@ def draw_tables(result: dict[str, Any]) -> None:
     """Write the tables into the page."""
     text = PAGE.read_text()
     shares = sorted(SHARES, reverse=True)
-    parts = [f"**{share:.0%} of the bytes**\n\n{table_of(result, share)}" for share in shares]
+    parts = [
+        f"**{100 * share:.0f} % of the bytes**\n\n{table_of(result, share)}" for share in shares
+    ]
     begin, end = "<!-- kvpress -->", "<!-- /kvpress -->"
     body = "\n\n".join(parts)
     PAGE.write_text(f"{text.split(begin)[0]}{begin}\n{body}\n{end}{text.split(end)[1]}")

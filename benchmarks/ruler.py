@@ -185,6 +185,8 @@ def measure(lengths: list[int], tasks: list[str], examples: int, until: float) -
 
 def table_of(result: dict[str, Any], length: int) -> str:
     """Return a Markdown table of a length: score, and rise of the answers' perplexity."""
+    if not any(key.startswith(f"{length}/") for key in result["cells"]):
+        return "Not run."
     of = lambda name, task: result["cells"].get(key_of(length, name, task), [])
     lines = [
         "| task | samples | " + " | ".join(ROWS) + " |",

@@ -141,3 +141,4 @@ def test_the_table_says_what_was_not_run_and_compares_by_pairs():
     assert rows["fwe"][1:3] == ["0; 3.00 nats", "100; +0.0%"] and rows["cwe"][1] == "not run"
     # exp(0.05) - 1, and exp(0.05) times half of 0.1
     assert rows["**mean**"][1:4] == ["37.5; 2.25 nats", "62.5; +5.1% ± 5.3%", "not run"]
+    assert ruler.table_of({"cells": cells}, 8192) == "Not run."
