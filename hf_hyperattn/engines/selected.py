@@ -205,8 +205,9 @@ class SelectedKernel:
             sinks, bias = settings[-2:]
             d_query, d_key, d_value = (t.new_empty(t.shape) for t in (query, key, value))
             d_sinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
-            has_bias = bias is not None and self.differentiates_bias
-            d_bias = lse.new_empty(bias.shape if has_bias else 0)
+            d_bias = lse.new_empty(0)
+            if bias is not None and self.differentiates_bias:
+                d_bias = lse.new_empty(bias.shape)
             return d_query, d_key, d_value, d_sinks, d_bias
 
         def save_for_backward(ctx, inputs, output):

@@ -317,7 +317,8 @@ def load_bias(BIAS, start, j):
     # A row may see only keys with a bias of about -3.4e38, as additive masks have it. These must
     # not become -inf.
     bias = tl.where(bias == float("-inf"), bias, tl.maximum(bias * LOG2E, -3.0e38))
-    return tl.split(bias)[0]
+    once, _ = tl.split(bias)
+    return once
 
 
 @triton.jit

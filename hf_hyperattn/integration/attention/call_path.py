@@ -140,9 +140,8 @@ def attention_function(named: Any = None) -> Callable:
     return forward
 
 
-# Compiled models leave their graph here, as in the paged cache: the sizes of requests change in every
-# step.
-@torch.compiler.disable
+# Compiled models leave their graph here, as in the paged cache.
+@torch.compiler.disable(reason="requests of continuous batching have other sizes in every step")
 def attend_step(
     module: Any,
     query: Tensor,
@@ -188,8 +187,8 @@ def attend_step(
     return join_outputs(query, step, outputs).contiguous(), None
 
 
-def find_layers(module: Any, named: Any) -> Callable | None:
-    """Return the mechanism layers of an attention layer; None without any.
+def find_layers(module: Any, named: Any) -> Any:
+    """Return the module with the mechanism layers of an attention layer; None without any.
 
     Patched modules keep their layers in the child `hyper`. A mechanism's name has shared layers.
     """
@@ -512,7 +511,7 @@ def warn_of_hierarchy(names: tuple[str, ...]) -> None:
         )
 
 
-def compute_output(layers: Callable | None, call: HostCall) -> Tensor:
+def compute_output(layers: Any, call: HostCall) -> Tensor:
     """Return the output [B, H, N, dv] of a call, by plain attention if no layer changes it."""
     output = None if layers is None else layers(call)
     output = Layers()(call) if output is None else output

@@ -152,7 +152,7 @@ class TiedCall:
         # A window as long as the text is open to all its queries. One size stays, for the near
         # tokens.
         count = max(1, sum(size < length for size in levels.sizes))
-        self.sizes = levels.sizes[:count] or (max(1, length),)
+        self.sizes: tuple[int, ...] = levels.sizes[:count] or (max(1, length),)
         self.means, values = (
             self._cut_incomplete(tables[1 : count + 1], length)
             if len(tables) > 1
