@@ -153,9 +153,10 @@ class TiedCall:
         # tokens.
         count = max(1, sum(size < length for size in levels.sizes))
         self.sizes: tuple[int, ...] = levels.sizes[:count] or (max(1, length),)
+        has_means = len(levels.keys) > 1
         self.means, values = (
             self._cut_incomplete(tables[1 : count + 1], length)
-            if len(tables) > 1
+            if has_means
             else pool_complete(tables[0], self.sizes, self.starts)
             for tables in (levels.keys, levels.values)
         )
