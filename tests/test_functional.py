@@ -282,7 +282,7 @@ def test_a_future_token_never_changes_a_past_output(backend, pairing, dtype, see
 @QUICK
 @given(seed=st.integers(0, 10_000))
 def test_horizontal_translation_changes_nothing(backend, pairing, seed):
-    """x + t/h moves the horizontal part by t and keeps the height; see tests/mechanisms/test_cone.py."""
+    """x + t/h moves the horizontal part by t and keeps the height; see tests/mechanisms/cone/test_cone.py."""
     q, k, v = qkv(batch=1, heads=1, lq=4, lk=5, d=4, seed=seed)
     by = tensor(3, seed=seed + 7) * 2
 

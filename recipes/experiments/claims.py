@@ -97,21 +97,21 @@ CLAIMS = (
         "A1",
         "umbral cone attention",
         "a search for the ancestor on a grid",
-        "tests/mechanisms/test_cone.py",
+        "tests/mechanisms/cone/test_cone.py",
         GRID,
     ),
     exact(
         "A2",
         "penumbral cone attention",
         "the same, in both branches",
-        "tests/mechanisms/test_cone.py",
+        "tests/mechanisms/cone/test_cone.py",
         GRID,
     ),
     exact(
         "A3",
         "the mappings psi, xi and the exponential map",
         "against their formulas",
-        "tests/mechanisms/test_cone.py",
+        "tests/mechanisms/cone/test_cone.py",
     ),
     Claim(
         "A4",
@@ -234,7 +234,7 @@ CLAIMS = (
         "A21",
         "NaN signals errors",
         "extreme inputs in every dtype",
-        "tests/mechanisms/test_cone.py",
+        "tests/mechanisms/cone/test_cone.py",
         "finite",
     ),
     Claim(
@@ -262,7 +262,7 @@ CLAIMS = (
         "B3",
         "softmax of minus distance over temperature",
         "against the formula",
-        "tests/mechanisms/test_hyperbolic.py",
+        "tests/mechanisms/hyperbolic/test_hyperbolic.py",
     ),
     exact(
         "B4",
@@ -275,13 +275,13 @@ CLAIMS = (
         "B5",
         "projections in tangent space",
         "the module against its formula",
-        "tests/mechanisms/test_hyperbolic_module.py",
+        "tests/mechanisms/hyperbolic/test_hyperbolic_module.py",
     ),
     exact(
         "B6",
         "curvature and temperature, learned",
         "gradients",
-        "tests/mechanisms/test_hyperbolic_gradients.py",
+        "tests/mechanisms/hyperbolic/test_hyperbolic_gradients.py",
     ),
     exact(
         "B7",
@@ -418,20 +418,20 @@ CLAIMS = (
         "C2",
         "the nearest to softmax under the tree's ties",
         "constrained optimum of random trees",
-        "tests/mechanisms/test_hsa_definition.py",
+        "tests/mechanisms/hsa/test_hsa_definition.py",
     ),
     exact(
         "C3",
         "computed in time of nodes times branching",
         "sizes of trees",
-        "tests/mechanisms/test_hsa_both_scale.py",
+        "tests/mechanisms/hsa/test_hsa_both_scale.py",
         "time and memory grow so",
     ),
     exact(
         "C4",
         "embeddings of siblings",
         "HsaEncoder against the definition",
-        "tests/integration/test_hsa_encoder.py",
+        "tests/integration/architectures/test_hsa_encoder.py",
     ),
     Claim(
         "C5",
@@ -490,7 +490,7 @@ CLAIMS = (
         "C10",
         "works in causal models, too",
         "key tying against full covers",
-        "tests/mechanisms/test_hsa_key.py",
+        "tests/mechanisms/hsa/test_hsa_key.py",
         "equal to rounding; tying of both sides is for encoders",
     ),
     Claim(
@@ -510,12 +510,12 @@ CLAIMS = (
         command="python recipes/experiments injected_lora",
     ),
     # --- D
-    exact("D1", "bias tau·sinh(mu(j - i))", "forty digits", "tests/mechanisms/test_hype.py"),
+    exact("D1", "bias tau·sinh(mu(j - i))", "forty digits", "tests/mechanisms/hype/test_hype.py"),
     exact(
         "D2",
         "as columns of queries and keys",
         "every dtype, long ranges",
-        "tests/mechanisms/test_hype_long.py",
+        "tests/mechanisms/hype/test_hype_long.py",
         "exact with split columns; two plain ones fail in half precision",
     ),
     Claim(
@@ -541,7 +541,7 @@ CLAIMS = (
         "D5",
         "a form for both directions (ours: cosh)",
         "forty digits",
-        "tests/mechanisms/test_hype.py",
+        "tests/mechanisms/hype/test_hype.py",
     ),
     Claim(
         "D6",
@@ -554,7 +554,7 @@ CLAIMS = (
         "D7",
         "first experiment: the gradient of tau",
         "finite differences",
-        "tests/mechanisms/test_hype_gradients.py",
+        "tests/mechanisms/hype/test_hype_gradients.py",
     ),
     Claim(
         "D8",
@@ -588,7 +588,7 @@ CLAIMS = (
         "D12",
         "overflows if mu is large",
         "extreme heads",
-        "tests/mechanisms/test_hype.py",
+        "tests/mechanisms/hype/test_hype.py",
         "finite",
     ),
     Claim(
@@ -630,7 +630,10 @@ CLAIMS = (
         command=PRUNING,
     ),
     exact(
-        "E2", "attention over heads", "against the formula", "tests/mechanisms/test_head_fusion.py"
+        "E2",
+        "attention over heads",
+        "against the formula",
+        "tests/mechanisms/head_fusion/test_head_fusion.py",
     ),
     Claim(
         "E3",
@@ -658,7 +661,7 @@ CLAIMS = (
         "E6",
         "collaborative heads",
         "full rank is the heads' own attention",
-        "tests/mechanisms/test_collaborative.py",
+        "tests/mechanisms/collaborative/test_collaborative.py",
     ),
     Claim(
         "E7",
@@ -671,7 +674,7 @@ CLAIMS = (
         "E8",
         "talking heads",
         "against the paper's formula",
-        "tests/mechanisms/test_talking_heads.py",
+        "tests/mechanisms/talking_heads/test_talking_heads.py",
     ),
     Claim(
         "E9",
@@ -684,7 +687,7 @@ CLAIMS = (
         "E10",
         "all of HAT's layouts",
         "against its table",
-        "tests/mechanisms/test_hat.py",
+        "tests/mechanisms/hat/test_hat.py",
         "made as published",
     ),
     Claim(
@@ -702,13 +705,16 @@ CLAIMS = (
         command=HAT,
     ),
     exact(
-        "E12", "a learned mixture of kernels", "against the formula", "tests/mechanisms/test_mkl.py"
+        "E12",
+        "a learned mixture of kernels",
+        "against the formula",
+        "tests/mechanisms/mkl/test_mkl.py",
     ),
     exact(
         "E13",
         "the same with weights by token",
         "against the formula",
-        "tests/mechanisms/test_mkl.py",
+        "tests/mechanisms/mkl/test_mkl.py",
     ),
     Claim(
         "E14",
@@ -718,13 +724,22 @@ CLAIMS = (
         command="python recipes/experiments token_weights",
     ),
     exact(
-        "E15", "logits of three tokens", "against the formula", "tests/mechanisms/test_trilinear.py"
+        "E15",
+        "logits of three tokens",
+        "against the formula",
+        "tests/mechanisms/trilinear/test_trilinear.py",
     ),
     exact(
-        "E16", "values of two tokens", "against the formula", "tests/mechanisms/test_trilinear.py"
+        "E16",
+        "values of two tokens",
+        "against the formula",
+        "tests/mechanisms/trilinear/test_trilinear.py",
     ),
     exact(
-        "E17", "BiDAF's form", "against the formula", "tests/mechanisms/test_trilinear_models.py"
+        "E17",
+        "BiDAF's form",
+        "against the formula",
+        "tests/mechanisms/trilinear/test_trilinear_models.py",
     ),
     Claim(
         "E18",
@@ -762,16 +777,24 @@ CLAIMS = (
     ),
     # --- K
     exact(
-        "K1", "by name", "every mechanism that has one", "tests/integration/test_names.py", "works"
+        "K1",
+        "by name",
+        "every mechanism that has one",
+        "tests/integration/attention/test_names.py",
+        "works",
     ),
     exact(
-        "K2", "patched in place, and back", "bitwise", "tests/integration/test_reversal.py", "works"
+        "K2",
+        "patched in place, and back",
+        "bitwise",
+        "tests/integration/patching/test_reversal.py",
+        "works",
     ),
     exact(
         "K3",
         "cone, HyPE, head fusion and others together",
         "compositions",
-        "tests/integration/test_composition.py",
+        "tests/integration/patching/test_composition.py",
         "works",
     ),
     Claim(
@@ -794,7 +817,7 @@ CLAIMS = (
         "K6",
         "PEFT",
         "twelve kinds of adapters",
-        "tests/integration/test_adapters.py",
+        "tests/integration/adapters/test_adapters.py",
         "works, or raises a one-line error",
     ),
     exact(

@@ -22,7 +22,7 @@ from hf_hyperattn.integration import lora_config
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 from hyperattn_cli.commands import demo_long
 from tests.cli import tiny
-from tests.mechanisms.test_sparse_models import llama
+from tests.mechanisms.sparse.test_sparse_models import llama
 
 
 def test_every_cell_is_there_once_and_every_method_has_rules():

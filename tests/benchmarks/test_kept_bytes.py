@@ -10,7 +10,7 @@ from kept_bytes import FULL, METHODS, OURS
 import hf_hyperattn as ha
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.rules import Window
-from tests.mechanisms.test_sparse_models import llama
+from tests.mechanisms.sparse.test_sparse_models import llama
 
 
 def test_a_compressed_context_gives_the_losses_of_a_pass_without_a_cache():

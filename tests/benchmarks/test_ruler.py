@@ -13,7 +13,7 @@ from frontiers.ruler_tasks import TASKS, Sample, score_text
 import hf_hyperattn as ha
 from hf_hyperattn.rules import Pages, Window
 from tests.cli import tiny
-from tests.mechanisms.test_sparse_models import llama
+from tests.mechanisms.sparse.test_sparse_models import llama
 
 LETTERS = "abcdefghijklmnopqrst"
 #: 8,000 different words in sentences of eight.

@@ -22,7 +22,7 @@ from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
 from hyperattn_cli import build_parser, main
 from hyperattn_cli.commands.inject_task import public_command
 from tests.integration.models import bert
-from tests.mechanisms.hsa_calls import key_tied
+from tests.mechanisms.hsa.hsa_calls import key_tied
 from tests.oracles.marks import first_always
 
 from . import tiny

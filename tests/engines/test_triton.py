@@ -18,7 +18,7 @@ from hf_hyperattn.mechanisms.pair_score import PairSpace
 from tests.engines.test_trace import DIVIDED, EVERY, SAFE, every_inputs, every_score, outcome
 from tests.engines.test_trace import check as compare
 from tests.engines.triton_scores import SCALE, SCORES, exact, learned
-from tests.integration import toy_score
+from tests.integration.attention import toy_score
 from tests.oracles.cases import assert_close, assert_gradients, tensor
 from tests.registries import restored
 

@@ -60,8 +60,8 @@ def test_in_the_interpreter(which):
 def test_listed_keys_in_the_interpreter(which):
     files = (
         "tests/engines/test_selected_triton.py",
-        "tests/mechanisms/test_hsa_triton.py",
-        "tests/mechanisms/test_sparse_triton.py",
+        "tests/mechanisms/hsa/test_hsa_triton.py",
+        "tests/mechanisms/sparse/test_sparse_triton.py",
     )
     said = interpret(*files, "-m", f"{which} and not gpu")
     assert " passed" in said and "failed" not in said

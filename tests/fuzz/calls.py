@@ -19,7 +19,7 @@ from hf_hyperattn.engines.selected import HeadRule
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.mechanisms.hsa.windowed.native import Levels, pool_levels
 from tests.engines.sweep import Call
-from tests.mechanisms.hsa_calls import attend_named
+from tests.mechanisms.hsa.hsa_calls import attend_named
 
 #: torch's default dtype, in turn. Whatever a user has set it to, kernels read and write the dtypes of the call.
 DEFAULT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)

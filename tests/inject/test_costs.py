@@ -15,7 +15,7 @@ from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
 from hf_hyperattn.mechanisms.selection.growing import TAKEN_BACK
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
-from tests.mechanisms.test_sparse_models import drawn, in_steps, llama
+from tests.mechanisms.sparse.test_sparse_models import drawn, in_steps, llama
 
 LENGTH = 256
 RULES = [SparseHeadRule(rule) for rule in (Window(16, 2), Window(64, 2), Pages(8, 2, 4, 2))]

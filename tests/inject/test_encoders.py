@@ -7,7 +7,7 @@ from transformers import BertConfig, BertModel
 import hf_hyperattn as ha
 from hf_hyperattn.inject import hsa, sparse
 from hf_hyperattn.inject.encoder import EncoderInjection, cosine_distance, embed_passages
-from tests.integration.hat_models import hat
+from tests.integration.architectures.hat_models import hat
 
 
 class Quiet:

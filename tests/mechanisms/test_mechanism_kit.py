@@ -11,7 +11,7 @@ from hf_hyperattn.integration.attention.stock import OURS
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from hf_hyperattn.testing import CONTRACTS, ContractError, check_mechanism, mechanism_checks
 from hf_hyperattn.testing.mechanisms import compute_gradients
-from tests.integration.toy_rooms import ToySlopeConfig, ToySlopeLayer, register_toys
+from tests.integration.patching.toy_rooms import ToySlopeConfig, ToySlopeLayer, register_toys
 
 
 @pytest.fixture(autouse=True)

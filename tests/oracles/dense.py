@@ -1,6 +1,6 @@
 """The same definition as `cone.py` as a dense float64 torch expression, for gradients and longer sequences.
 
-`tests/mechanisms/test_cone.py` holds it against the loops. Meant for points in general position: it makes no
+`tests/mechanisms/cone/test_cone.py` holds it against the loops. Meant for points in general position: it makes no
 promise about derivatives at ties.
 """
 

@@ -20,8 +20,17 @@ import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import hf_hyperattn as ha
+from tests.integration.adapters.test_adapters import (
+    LOADERS,
+    METHODS,
+    PROGRAM,
+    Method,
+    base,
+    gap,
+    said,
+    step,
+)
 from tests.integration.lessons import added, next_character
-from tests.integration.test_adapters import LOADERS, METHODS, PROGRAM, Method, base, gap, said, step
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = 1e-6

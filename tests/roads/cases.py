@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hf_hyperattn as ha
 from hf_hyperattn.mechanisms.sparse import Pages
-from tests.integration.collaborative import quiet
+from tests.integration.architectures.collaborative import quiet
 from tests.integration.models import TEXT
 
 SIZES = TEXT | dict(

@@ -17,7 +17,7 @@ NEAR = 1.0
 FAR = FARTHEST - 2 * NEAR
 #: Largest bias between a line and its anchor. The products of pairs near the anchor are about this
 #: large and cancel. Each is rounded by up to 4e-6, half a float32 unit in the last place. The error
-#: of the bias stays below 1e-5 (tests/mechanisms/test_hype_long.py).
+#: of the bias stays below 1e-5 (tests/mechanisms/hype/test_hype_long.py).
 LARGEST_NEAR = 64.0
 
 

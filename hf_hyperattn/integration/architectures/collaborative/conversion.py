@@ -60,7 +60,7 @@ Moments = tuple[Tensor, Tensor]
 
 #: Model types whose queries and keys are the outputs of their projections, only reshaped into
 #: heads: no rotation, no norm, no second use. For each of them,
-#: `tests/integration/test_collaborative_families.py` checks this.
+#: `tests/integration/architectures/test_collaborative_families.py` checks this.
 SHAREABLE = frozenset(
     """
     albert bart beit bert bert-generation biogpt blenderbot blenderbot-small blip_text_model camembert
