@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.integration import (
+from tests.integration.parallel import (
     context_parallel,
     layouts,
     test_context_parallel,
