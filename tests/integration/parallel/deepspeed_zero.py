@@ -2,10 +2,10 @@
 
     python -m tests.integration.parallel.deepspeed_zero RANK FOLDER
 
-FOLDER is laid out as for tests.integration.parallel.parallel, and FOLDER/cells.json lists ZeRO stages with cases. Rank
-0 writes FOLDER/results.pt: by stage and case all parameters after `STEPS` steps. The case ("patched", ...) is a model
-that was patched after DeepSpeed shared out its weights, and ("refused", "save") the error of `save_pretrained` then. Of stage 3
-the whole weights before the first step are in FOLDER/zero3/CASE/weights.bin.
+FOLDER is laid out as for tests.integration.parallel.parallel, and FOLDER/cells.json lists ZeRO stages with cases.
+Rank 0 writes FOLDER/results.pt: by stage and case all parameters after `STEPS` steps. The case ("patched", ...) is a
+model that was patched after DeepSpeed shared out its weights, and ("refused", "save") the error of `save_pretrained`
+then. Of stage 3 the whole weights before the first step are in FOLDER/zero3/CASE/weights.bin.
 """
 
 from __future__ import annotations
