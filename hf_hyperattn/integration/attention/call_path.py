@@ -49,7 +49,8 @@ from ...mechanisms.selection.places import (
 )
 from ...utils.attached import attach
 from ...utils.readable import can_read
-from ..parallel.context_parallel import attend_shared, find_context
+from ...utils.torch_private import PLAIN_ATTENTION
+from ..parallel.context_parallel import SHARED_TOKENS, attend_shared, find_context
 from ..parallel.partitioned import PARTITIONED, register_parameters
 from ..parallel.tensor_parallel import heads_of_rank, on_rank
 from .batched_requests import (
@@ -114,7 +115,7 @@ def attention_function(named: Any = None) -> Callable:
             return attend_step(module, query, key, value, keywords, step, named)
         weights = wants_weights(module, keywords)
         layers = find_layers(module, named)
-        mesh = find_context(module)
+        mesh = find_context(module) if may_share_tokens(module) else None
         if mesh is not None:
             # Under context parallelism each rank has some tokens, also in layers without mechanism.
             call = read_call(module, query, key, value, attention_mask, keywords)
@@ -185,6 +186,13 @@ def attend_step(
         else:
             outputs.append(output[0].transpose(1, 2))
     return join_outputs(query, step, outputs).contiguous(), None
+
+
+def may_share_tokens(module: Any) -> bool:
+    """Return whether ranks share the tokens of a call, or shared those of the call before."""
+    # torch's compiler guards this comparison: it compiles again inside `context_parallel`.
+    is_plain = torch.nn.functional.scaled_dot_product_attention is PLAIN_ATTENTION
+    return not is_plain or SHARED_TOKENS in module.__dict__
 
 
 def find_layers(module: Any, named: Any) -> Any:

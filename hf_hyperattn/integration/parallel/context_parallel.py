@@ -37,7 +37,7 @@ from .tensor_parallel import gather_parts
 
 #: Attribute that is set on attention layers whose last call in training was under context
 #: parallelism.
-SHARED = "_hyperattn_shared_tokens"
+SHARED_TOKENS = "_hyperattn_shared_tokens"
 
 
 def find_context(module: nn.Module) -> Any:
@@ -49,9 +49,8 @@ def find_context(module: nn.Module) -> Any:
     Raises:
         RuntimeError: The layer is computed again in the backward pass, outside the context.
     """
-    # torch's compiler guards this comparison: it compiles again inside the context.
     if nn.functional.scaled_dot_product_attention is PLAIN_ATTENTION:
-        if SHARED in module.__dict__:
+        if SHARED_TOKENS in module.__dict__:
             leave_context(module)
         return None
     return enter_context(module)
@@ -62,7 +61,7 @@ def enter_context(module: nn.Module) -> Any:
     """Return the active device mesh, and note a call in training."""
     mesh = find_context_mesh()
     if mesh is not None and torch.is_grad_enabled():
-        module.__dict__[SHARED] = True
+        module.__dict__[SHARED_TOKENS] = True
     return mesh
 
 
@@ -75,13 +74,13 @@ def leave_context(module: nn.Module) -> None:
             f"{type(module).__name__} is computed again in the backward pass, outside the context_parallel block of "
             "its forward; allowed: loss.backward() inside the block"
         )
-    del module.__dict__[SHARED]
+    del module.__dict__[SHARED_TOKENS]
 
 
 def forget_context(model: nn.Module) -> None:
     """Remove the notes of `enter_context` from a model."""
     for module in model.modules():
-        module.__dict__.pop(SHARED, None)
+        module.__dict__.pop(SHARED_TOKENS, None)
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.windowed import listed
-from tests.engines.test_triton import devices, slow
-from tests.mechanisms.hsa.hsa_calls import key_tied
-from tests.mechanisms.hsa.test_hsa_key import brute
-from tests.mechanisms.hsa.test_hsa_key_engines import settled, some_call, tied
-from tests.oracles.cases import assert_close, tensor
-
 pytest.importorskip("triton", reason="needs Triton")
+
+from hf_hyperattn.hierarchy import Hierarchy  # noqa: E402
+from hf_hyperattn.mechanisms.hsa.windowed import listed  # noqa: E402
+from tests.engines.test_triton import devices, slow  # noqa: E402
+from tests.mechanisms.hsa.hsa_calls import key_tied  # noqa: E402
+from tests.mechanisms.hsa.test_hsa_key import brute  # noqa: E402
+from tests.mechanisms.hsa.test_hsa_key_engines import settled, some_call, tied  # noqa: E402
+from tests.oracles.cases import assert_close, tensor  # noqa: E402
+
 pytestmark = pytest.mark.extras
 
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 import transformers as hf
 
-import hf_hyperattn as ha
-from hf_hyperattn.engines.selected import KEPT
-from hf_hyperattn.mechanisms.sparse.compiled import KernelCall
-from tests.engines.test_triton import devices
-from tests.mechanisms.sparse.test_sparse_models import PAGED, drawn, logits, sparse
-
 pytest.importorskip("triton", reason="needs Triton")
+
+import hf_hyperattn as ha  # noqa: E402
+from hf_hyperattn.engines.selected import KEPT  # noqa: E402
+from hf_hyperattn.mechanisms.sparse.compiled import KernelCall  # noqa: E402
+from tests.engines.test_triton import devices  # noqa: E402
+from tests.mechanisms.sparse.test_sparse_models import PAGED, drawn, logits, sparse  # noqa: E402
+
 pytestmark = pytest.mark.extras
 
 
