@@ -195,6 +195,7 @@ def test_windows_count_no_padding(family, config, mode):
         assert_close(one, other, 1e-9 * (1 + other.abs().max()))
 
 
+@pytest.mark.slow
 def test_compiled_windows_count_no_padding():
     model = learned("llama", CONFIGS["short windows"])
     real = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
