@@ -134,16 +134,16 @@ class ListedCall:
         """Return the tables of a launch."""
         return make_tables(
             group,
-            self.chosen,
-            self.spans,
-            self.starts,
-            self.offset,
-            self.n,
-            self.m,
-            self.summaries,
-            first,
-            blocks,
-            self.config.columns,
+            chosen=self.chosen,
+            spans=self.spans,
+            starts=self.starts,
+            offset=self.offset,
+            queries=self.n,
+            keys=self.m,
+            summaries=self.summaries,
+            first=first,
+            blocks=blocks,
+            columns=self.config.columns,
         )
 
     def list_arguments(self, group: ListedRules, tables: Tables) -> dict[str, Any]:
@@ -279,7 +279,14 @@ def launch_backward(
     listed_backward_query[(programs * blocks,)](**arguments, D_Q=d_query)
     columns = call.config.columns
     readers = find_readers(
-        group, tables, call.spans, call.offset, call.n, call.m, call.summaries, columns
+        group,
+        tables,
+        spans=call.spans,
+        offset=call.offset,
+        queries=call.n,
+        keys=call.m,
+        summaries=call.summaries,
+        columns=columns,
     )
     listed_backward_key[(programs * -(-call.m // columns),)](
         **arguments, READERS=readers, D_K=d_key, D_V=d_value, D_BIAS=d_bias

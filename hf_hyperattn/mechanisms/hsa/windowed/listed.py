@@ -108,11 +108,11 @@ def cut_heads(
         tuple(t[:, key_heads] for t in tables) for tables in (levels.keys, levels.values)
     )
     bias, sinks = (None if t is None else t[heads] for t in (rule.block_bias, options.sinks))
-    near, first, top_k = (x[heads] for x in (rule.near, rule.sinks, rule.refine_top_k))
+    near, first_tokens, top_k = (x[heads] for x in (rule.near, rule.sinks, rule.refine_top_k))
     call = TiedCall(
         query[:, heads],
         replace(levels, keys=keys, values=values),
-        replace(rule, near=near, sinks=first, refine_top_k=top_k, block_bias=bias),
+        replace(rule, near=near, sinks=first_tokens, refine_top_k=top_k, block_bias=bias),
         replace(options, sinks=sinks),
         scale,
     )
@@ -254,8 +254,8 @@ class TiedCall:
         """
         heads_of: dict[tuple[int, int, int], list[int]] = {}
         numbers = zip(self.rule.near, self.rule.sinks, self.rule.refine_top_k, strict=True)
-        for head, of_head in enumerate(numbers):
-            heads_of.setdefault(of_head, []).append(head)
+        for head, numbers_of_head in enumerate(numbers):
+            heads_of.setdefault(numbers_of_head, []).append(head)
         rules: dict[int, HeadRule] = {}
         tables: dict[int, Tensor] = {}
         for (near, sinks, top_k), heads in heads_of.items():
@@ -263,9 +263,9 @@ class TiedCall:
                 lists = self._list_refined(queries, heads, near, sinks, top_k)
             else:
                 lists = self._list_closed(queries, near, sinks)
-            found = make_head_rule(self.sizes[0], near, sinks, bool(top_k), lists.shape[3])
+            head_rule = make_head_rule(self.sizes[0], near, sinks, bool(top_k), lists.shape[3])
             for place, head in enumerate(heads):
-                rules[head] = found
+                rules[head] = head_rule
                 tables[head] = lists[:, place if top_k else 0].flatten(1)
         in_order = [rules[head] for head in range(len(rules))]
         rows = torch.cat([tables[head] for head in range(len(tables))], 1)
@@ -316,15 +316,17 @@ class TiedCall:
         index = place + starts - self.options.offset - queries.start
         is_there = (index < len(queries))[:, None, :, None]
         index = index.clamp_max(len(queries) - 1)[:, None, :, None]
-        every = self.query[:, :, queries.start : queries.stop].detach()
+        asking = self.query[:, :, queries.start : queries.stop].detach()
         numbers = max(1, place.numel()) * max(1, self.counts[0])
         step = max(1, MOST_NUMBERS // numbers)
         parts = []
         for at in range(0, len(heads), step):
-            some = heads[at : at + step]
-            query = every[:, some].float()
-            query = query.gather(2, index.expand(-1, len(some), -1, query.shape[3]))
-            means = [repeat_heads(t.detach().float(), every.shape[1])[:, some] for t in self.means]
+            some_heads = heads[at : at + step]
+            query = asking[:, some_heads].float()
+            query = query.gather(2, index.expand(-1, len(some_heads), -1, query.shape[3]))
+            means = [
+                repeat_heads(t.detach().float(), asking.shape[1])[:, some_heads] for t in self.means
+            ]
             scores = [query @ t.mT * self.scale for t in means]
             parts.append(
                 self._open_best(scores, place[:, None, :, None], is_there, near, sinks, top_k)
