@@ -19,6 +19,7 @@ for variable in ("HF_TOKEN", "HF_ENDPOINT", "HF_HYPERATTN_CACHE"):
 
 import atexit  # noqa: E402
 import shutil  # noqa: E402
+import sys  # noqa: E402
 from collections import defaultdict  # noqa: E402
 
 import pytest  # noqa: E402
@@ -53,6 +54,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
 def seed():
     """A fixed seed before every test, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def recompiles():
+    """Room for models that earlier tests compiled: torch counts compilations of a function for the whole process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.config.recompile_limit = 100
 
 
 def pytest_addoption(parser):
