@@ -29,8 +29,8 @@ class HeadRule(NamedTuple):
     Without pages: the keys j < sinks, and the keys j > p - near.
 
     With pages, c is the first position of the query's chunk. The query sees the keys j < sinks, the
-    chosen pages, and all keys from the page on that contains c - near + 1. With by=`SUMMARIES` or `ROWS`
-    the chunk has chosen single rows instead of pages.
+    chosen pages, and all keys from the page on that contains c - near + 1. With by=`SUMMARIES` or
+    `ROWS` the chunk has chosen single rows instead of pages.
 
     Args:
         near: Number of nearest keys. Without pages, a number not below the length gives full
@@ -167,19 +167,21 @@ class SelectedKernel:
         compute: Computes attention. Arguments: query, key, value, chosen, rules, spans, offset,
             scale, softcap, window, summaries, sinks, bias, as in `attend`; `chosen` is
             `Lists.rows`, `rules` comes from `flatten_rules`, `spans` has all starts and then all
-            stops, and 0 means no softcap and no window. Returns the output [B, H, N, dv], and `lse`, float32 [2, B, H,
-            N]: the largest logit of each row, and 1 over its sum of weights.
+            stops, and 0 means no softcap and no window. Returns the output [B, H, N, dv], and
+            `lse`, float32 [2, B, H, N]: the largest logit of each row, and 1 over its sum of
+            weights.
         differentiate: Returns the gradients of query, key, value and sinks in their dtypes, and
-            that of the bias in float32. That of the sinks is empty without sinks, that of the bias
-            without a bias or where the engine has none. Arguments: grad, the results of `compute`,
-            its arguments.
+            that of the bias in float32. The gradient of the sinks is empty without sinks. The
+            gradient of the bias is empty without a bias, and if the engine does not compute it.
+            Arguments: grad, the results of `compute`, its arguments.
         returned: Dtype of the output of `compute`; None: that of the query.
         backend: Name of the engine, for errors.
 
     Attributes:
         chooses_pages: Whether the engine has a function that chooses the pages of `Pages`: the
             compiled library for CPUs has one. For other kernels torch chooses.
-        differentiates_bias: Whether the engine has the gradient of the bias: that of GPUs has it.
+        differentiates_bias: Whether the engine computes the gradient of the bias. Only the engine
+            for GPUs does.
     """
 
     def __init__(

@@ -181,7 +181,9 @@ def compute_attention(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention; the arguments are those of `pack_selected`, and no `summaries`.
+    """Compute attention; the arguments are those of `pack_selected`.
+
+    `summaries` is always 0, since only the kernel for GPUs has them.
 
     Returns:
         The output, float32 [B, H, N, dv]. Then [2, B, H, N]: the largest logit of each row, and 1
@@ -229,7 +231,8 @@ def compute_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks in their dtypes, and an empty tensor.
 
-    That of the sinks is empty, too, without sinks. The kernel has no gradient of the bias.
+    The gradient of the sinks is empty, too, if there are none. The empty tensor stands for the
+    gradient of the bias, which this kernel does not have.
     """
     core = library.core()
     tensors = [_make_rows_dense(t) for t in (query, key, value)]

@@ -116,12 +116,12 @@ def group_rules(
 
 
 def lists_rows(rule: HeadRule) -> bool:
-    """Return whether the choice of a rule names single rows, of which some may be summaries."""
+    """Return whether a rule chooses single rows. Some of them may be summaries."""
     return rule.by in (SUMMARIES, ROWS)
 
 
 def count_pages(group: ListedRules, keys: int, summaries: int) -> int:
-    """Return the number of pages in the tables: those that may be chosen, and a spare one.
+    """Return the number of pages in the tables: all that may be chosen, and one spare page.
 
     The spare page takes the empty entries of lists (`mark_pages`).
 

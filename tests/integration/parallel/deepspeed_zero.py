@@ -88,15 +88,15 @@ def main(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=WORLD)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    model = loaded(3, ("llama", "cone"), folder)
-    save = error_of(lambda: model.save_pretrained(folder / "empty"))
-    results = {("refused", "save"): save}
+    results = {}
     for stage, *case in json.loads((folder / "cells.json").read_text()):
         if stage == "patched":
             results[(stage, *case)] = trained(patched(case, folder), 3, rank)
             continue
         place = path(folder, "zero3", case) if stage == 3 else None
         results[(stage, *case)] = trained(loaded(stage, case, folder), stage, rank, place)
+    model = loaded(3, ("llama", "cone"), folder)
+    results["refused", "save"] = error_of(lambda: model.save_pretrained(folder / "empty"))
     if rank == 0:
         torch.save(results, folder / "results.pt")
     dist.barrier()

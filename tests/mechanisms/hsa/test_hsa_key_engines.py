@@ -2,6 +2,7 @@
 
 import platform
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
+from hf_hyperattn.mechanisms.hsa.windowed import key as windowed_key
 from hf_hyperattn.mechanisms.hsa.windowed.native import Levels, pool_levels
 from tests.mechanisms.hsa.hsa_calls import attend_named, key_tied
 from tests.mechanisms.hsa.test_hsa_key import brute
@@ -489,3 +491,22 @@ def test_both_passes_open_the_same_of_equal_blocks(seed):
         q[:, :, -1:], k, v, (4, 16), refine_top_k=2, is_causal=True, near=2, offset=n - 1
     )[0]
     assert_close(step, out[:, :, -1:], 1e-5, "one query")
+
+
+def test_a_call_in_plain_torch_on_a_gpu_is_said(monkeypatch):
+    """With the reason; calls for which the user asked for plain torch say nothing."""
+    said = []
+    monkeypatch.setattr(windowed_key, "log_plain_torch", lambda query, reason: said.append(reason))
+    q = tensor(1, 2, 20, 8, dtype=torch.float32)
+    mask = torch.ones(20, 20, dtype=torch.bool)
+    for backend in ("auto", "torch"):
+        key_tied(q, q, q, (4,), is_causal=True, mask=mask, backend=backend)
+    assert said == ["it has a mask"]
+
+
+def test_plain_torch_is_said_on_a_gpu_alone(monkeypatch):
+    said = []
+    monkeypatch.setattr(windowed_key.logger, "warning_once", said.append, raising=False)
+    for device in ("cpu", "cuda"):
+        windowed_key.log_plain_torch(SimpleNamespace(device=torch.device(device)), "it has a mask")
+    assert len(said) == 1 and said[0].endswith("it has a mask")

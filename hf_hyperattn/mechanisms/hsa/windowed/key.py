@@ -88,6 +88,8 @@ def attend_keys(
         raise ValueError(
             f"backend={backend!r} cannot compute {obstacle}; use backend='auto' or 'torch'"
         )
+    if obstacle is not None and backend == "auto":
+        log_plain_torch(query, f"it has {obstacle}")
     readable = can_read(query)
     on_gpu = obstacle is None and readable and _gpu_kernel_serves(query, value, options, backend)
     # Dispatch modes such as FLOP counters need the operator.
@@ -215,11 +217,17 @@ def _gpu_kernel_serves(query: Tensor, value: Tensor, options: Options, backend: 
         raise ValueError(
             f"backend='triton' cannot compute this call: {obstacle}; use backend='auto' or 'torch'"
         )
-    logger.warning_once(
-        "hf_hyperattn: hsa runs in plain torch on a GPU, which saves no time; the kernel does not take this call: "
-        f"{obstacle}"
-    )
+    log_plain_torch(query, obstacle)
     return False
+
+
+def log_plain_torch(query: Tensor, obstacle: str) -> None:
+    """Log once for each reason that key-tied attention runs in plain torch on a GPU."""
+    if query.device.type == "cuda" and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "hf_hyperattn: hsa runs in plain torch on a GPU, which saves no time; the kernel does not take this call: "
+            f"{obstacle}"
+        )
 
 
 def _kernel_serves(query: Tensor, backend: str) -> bool:
